@@ -31,6 +31,7 @@ class Epochs(ByEpochs):
     :param choices: the solver; :param model: at f = 0.
     :param block_size: points of a batch of tensors; :param generator: of the orders of rows.
     :param checked: training points ``(c, d)`` and targets ``(c, t)`` float64 on which the weights returned are judged.
+    :ivar least: held-out error so far; :ivar waited: windows since it was that.
     """
 
     saved: tuple[str, ...] = (
@@ -58,10 +59,10 @@ class Epochs(ByEpochs):
         counted = (f"model.projection.{name}" for name in model.projection.counted)
         self.saved = (*Epochs.saved, "model.entries", *counted)
         self.delay = self._next_delay()
-        self.projections = self.largest = self.waiting = 0
+        self.projections = self.largest = self.waiting = self.waited = 0
         self.average = self.first = model.base
         self.best: Tensor | None = None
-        self.scale = float("nan")
+        self.scale, self.least = float("nan"), float("inf")
         self.end: float = choices.epochs
         self.cooling = (1 - choices.cooldown) * choices.epochs  # the epoch from which the step falls
         self.squares = self.targets = torch.zeros(self.columns, dtype=torch.float64, device=self.device)
@@ -194,8 +195,12 @@ class Epochs(ByEpochs):
     def judge(self, held_out: Tensor | None) -> Reason | None:
         """Keep the best weights; after an epoch, see whether the next one is worth it."""
         choices = self.choices
-        if held_out is not None and self.improves(held_out, not self.without_noise):
-            self.best = self.average
+        if held_out is not None:
+            mean = float(held_out.square().mean().sqrt())
+            better = mean < self.least and not self.without_noise
+            self.waited = 0 if better else self.waited + 1
+            if better:
+                self.least, self.best = mean, self.average
         if not self.whole:
             return None
         if self.epoch >= choices.epochs:

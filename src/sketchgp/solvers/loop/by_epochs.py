@@ -25,7 +25,6 @@ class ByEpochs(Method):
     :ivar problem: with ``x``, the tensor where it is not ``streamed``.
     :ivar total: rows of an epoch, where they are known; :ivar expected: what they are taken for before.
     :ivar epoch: how many have ended; :ivar seen: batches of the one under way, ``rows`` their rows.
-    :ivar least: held-out error so far; :ivar waited: windows since it was that.
     :ivar order: of rows, while an epoch is under way, on the CPU.
     """
 
@@ -35,8 +34,7 @@ class ByEpochs(Method):
     def __init__(self, problem: Any, generator: torch.Generator, total: int | None) -> None:
         super().__init__()
         self.problem, self.generator, self.total = problem, generator, total
-        self.epoch = self.seen = self.rows = self.waited = 0
-        self.least = float("inf")
+        self.epoch = self.seen = self.rows = 0
         self.order = torch.empty(0, dtype=torch.int64)
         self._feed: Iterator[tuple[Tensor, Tensor]] | None = None
         self._ahead: tuple[Tensor, Tensor] | None = None
@@ -82,17 +80,6 @@ class ByEpochs(Method):
         self.epoch, self.total = self.epoch + 1, total
         self.rows = self.seen = 0
         self.order, self._feed = self.order[:0].clone(), None
-
-    def improves(self, held_out: Tensor, counts: bool) -> bool:
-        """Return whether the held-out error is the least so far, and count the windows in which it was not.
-
-        :param counts: whether this window may be the best.
-        """
-        mean = float(held_out.square().mean().sqrt())
-        better = counts and mean < self.least
-        self.waited = 0 if better else self.waited + 1
-        self.least = mean if better else self.least
-        return better
 
     @staticmethod
     def root_of_ratio(squares: Tensor, of: Tensor) -> Tensor:
