@@ -116,7 +116,7 @@ def test_steps_are_those_of_the_formula(monkeypatch):
     run.begin(None)
     run.every = 1
     batches = iter([torch.arange(10), torch.arange(5, 15), torch.arange(10)])
-    monkeypatch.setattr("sketchgp.solvers.inducing.sketchysaga.next_block", lambda *_: (next(batches), torch.empty(0)))
+    monkeypatch.setattr("sketchgp.solvers.inducing.sketchysaga.draw_rows", lambda *_: next(batches))
     tall, inner = torch.cat([tile for _, tile in one.tall(True).tiles()]), one.kzz()
     w, psi, y = torch.zeros(8, 1, dtype=torch.float64), -one.y.unsqueeze(1), one.y.unsqueeze(1)
     for rows in (torch.arange(10), torch.arange(5, 15), torch.arange(10)):

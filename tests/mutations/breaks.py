@@ -273,10 +273,10 @@ BREAKS = (
         "too little is taken off the residual",
     ),
     Break(
-        "new = column[:, 0] - result.factor @ row",
-        "new = column[:, 0]",
+        "return scores.argmax()[None]",
+        "return scores.argmin()[None]",
         LOWRANK,
-        "greedy columns are not made orthogonal to earlier ones",
+        "greedy pivots are those of the least residuals",
     ),
     Break(
         "total(held_rows(test).mT @ sketch)",
@@ -357,8 +357,8 @@ BREAKS = (
         "sampled rows count for too many",
     ),
     Break(
-        "(self.vectors.mT @ vectors), beta=1 / self.damping",
-        "(self.vectors.mT @ vectors), beta=1.0",
+        "rest = self.damping**power",
+        "rest = 1.0",
         SAGA,
         "what the factor does not see is not damped",
     ),

@@ -8,16 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..devices import fetched
-from ..fingerprint import parameters_held
 from ..operators.access import Access
 from ..space import Space
 from .base import Preconditioner
-from .low_rank import Columns, LowRank, Scores
+from .low_rank import LowRank
+from .rpcholesky import rpcholesky
 
 
-@torch.no_grad()
-@parameters_held()
 def greedy_cholesky(
     matrix: Access,
     rank: int,
@@ -42,36 +39,10 @@ def greedy_cholesky(
         each; a column sends the row of its pivot, and n numbers.
     :returns: the factor in float64 with its pivots.
     """
-    diagonal = matrix.diagonal()
-    residual, scores = diagonal.clone(), Scores(matrix, diagonal, weights)
-    n, device = matrix.n, matrix.device
-    floor = matrix.resolution * float(residual.sum())
-    rank = min(rank, n)
-    space = space or Space(n)
-    result = Columns.of(space.height, rank, device, surely=enough is None)
-    pivots = torch.zeros(rank, dtype=torch.long, device=device)
-    done = 0
-    while done < rank:
-        wanted = scores.of(residual)
-        best = wanted.argmax()[None]
-        row = space.rows(result.factor, best)[0]
-        column = space.columns(matrix, best)
-        new = column[:, 0] - result.factor @ row
-        height = space.rows(new[:, None], best)[0]
-        # The column is made before it is known whether it is needed, so that a device is waited for once.
-        sums, pivot, score = fetched(scores.sums(residual, wanted), height, wanted.index_select(0, best))
-        left, total, _ = sums.tolist()
-        if left <= floor or total <= tol or (enough is not None and enough(done, total)):
-            break
-        if not (pivot > 0 and score > 0):
-            break
-        new = new / height.sqrt()
-        result.add(new.unsqueeze(0))
-        pivots[done : done + 1] = best
-        residual = (residual - space.numbers(new.square())).clamp_(min=0)
-        residual[best] = 0
-        done += 1
-    return LowRank(space.factor(result.all()), pivots[:done], residual, sequential=True)
+    return rpcholesky(
+        matrix, rank, generator=torch.Generator(), method="greedy", block_size=1, weights=weights, tol=tol,
+        enough=enough, space=space,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -180,39 +180,28 @@ def damped(vectors: Tensor, values: Tensor, kzz: KernelMatrix, level: float, tar
     return NystromRoot(vectors, values, max(least, eps * scale, math.ulp(0.0)), resolved)
 
 
-@dataclass
-class DampedNystrom:
+@dataclass(kw_only=True)
+class DampedNystrom(NystromRoot):
     """``P = U diag(S) U^T`` close to ``M = T^T T + level Kzz``, for use as ``P + damping``; and a second sample of rows
     of T on which to see how close.
 
     With the rows G (s, m) of the second sample times ``(n / s)^1/2``, it keeps ``G U`` and ``G G^T``, from which
     ``C = G (P + damping)^-1 G^T`` follows for every damping without another look at the kernel.
 
-    :ivar vectors: U ``(m, r)``, orthonormal.
-    :ivar values: S ``(r,)``, falling.
     :ivar basis: ``G U`` ``(s, r)``.
     :ivar gram: ``G G^T`` ``(s, s)``.
     :ivar n: rows of T.
     :ivar damping: added to P; set by :meth:`choose_damping` or by the user.
     """
 
-    vectors: Tensor
-    values: Tensor
     basis: Tensor
     gram: Tensor
     n: int
     damping: float = 0.0
 
-    @property
-    def rank(self) -> int:
-        return len(self.values)
-
     def apply_inverse(self, vectors: Tensor) -> Tensor:
         """``(P + damping)^-1 v``, ``(m, t)``."""
-        scales = 1 / (self.values + self.damping) - 1 / self.damping
-        return torch.addmm(
-            vectors, self.vectors, scales.unsqueeze(1) * (self.vectors.mT @ vectors), beta=1 / self.damping
-        )
+        return self._power(vectors, -1)
 
     def batch_smoothness(self, damping: float, block_size: int) -> float:
         """Return the bound of the step of batches of this size: the largest eigenvalue of ``E[H P^-1 H] P^-1`` over
@@ -290,4 +279,4 @@ def damped_nystrom(
         gram.addmm_(part, part.mT)
     tall.evaluated.entries += len(second) * m
     scale = n / len(second)
-    return DampedNystrom(vectors, values, basis * math.sqrt(scale), gram * scale, n)
+    return DampedNystrom(vectors=vectors, values=values, basis=basis * math.sqrt(scale), gram=gram * scale, n=n)

@@ -152,7 +152,7 @@ def next_block(
     :param rest: ``(m,)`` the rows not yet visited in this pass, on the CPU; unused with ``"uniform"``.
     """
     if sampling == "uniform":
-        return sent(_draw(n, size, generator), device), rest
+        return draw_rows(n, size, generator, device), rest
     if not len(rest):
         rest = torch.randperm(n, generator=generator)
     parts = -(-len(rest) // size)  # parts of nearly equal size, so that no pass ends in a tiny one
@@ -160,15 +160,15 @@ def next_block(
     return sent(rest[:size], device), rest[size:]
 
 
-def _draw(n: int, size: int, generator: torch.Generator) -> Tensor:
+def draw_rows(n: int, size: int, generator: torch.Generator, device: torch.device) -> Tensor:
     """Draw ``size`` distinct numbers below n, by O(n) work for blocks of a fair share of all rows, else O(size)."""
     if size * 8 > n:
-        return torch.randperm(n, generator=generator)[:size]
+        return sent(torch.randperm(n, generator=generator)[:size], device)
     drawn = torch.randint(n, (size,), generator=generator).unique()
     while len(drawn) < size:
         more = torch.randint(n, (size - len(drawn),), generator=generator)
         drawn = torch.cat([drawn, more]).unique()
-    return drawn[torch.randperm(len(drawn), generator=generator)]
+    return sent(drawn[torch.randperm(len(drawn), generator=generator)], device)
 
 
 class Partition:

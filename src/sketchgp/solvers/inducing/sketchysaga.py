@@ -23,12 +23,11 @@ from ...report import Reason
 from ...space import Space
 from ..choices import cut
 from ..energy import remaining_change
-from ..full.blocks import next_block
+from ..full.blocks import draw_rows
 from ..loop import NAN, Outcome, Refined, largest_of, require_finite
 from .problem import InducingPointProblem
 from .solver import InducingPointSolver
 
-_SAMPLING = "uniform"  # a shuffled order is no faster, and nothing is proved for it
 _RANK = 300
 _LEAST_ROWS = 1000  # that the preconditioner is made of
 _ROWS = 10  # times the rank, where that is more
@@ -169,7 +168,7 @@ class Saga(Refined):
     saved = (
         "w", "psi", "total", "noise_term", "anchor", "true", "best", "best_true", "extrapolated", "seen", "length",
         "shrunk", "done", "end", "swept", "sweeps", "failures", "mark", "marked",
-        "compared", "changes", "origin", "next_look", "rest", "evaluated.entries", "evaluated.products",
+        "compared", "changes", "origin", "next_look", "evaluated.entries", "evaluated.products",
     )  # fmt: skip
     unit, letter = "epochs", "m"
     name = "SketchySAGA"
@@ -186,7 +185,6 @@ class Saga(Refined):
         self.kzz = KernelMatrix.of(problem.kernel, problem.inducing_points, engine="tiled").detach()
         self.sweeps = self.failures = self.shrunk = 0
         self.block_size = min(self.n, choices.block_size or max(16, min(_BLOCK, self.n // 20)))
-        self.rest = torch.empty(0, dtype=torch.long)
         self.done = self.swept = self.marked = self.origin = 0.0
         self.end, self.next_look, self.mark = 1 - _ROUNDED, _GAP, math.inf
         self.changes: list[Tensor] = []
@@ -260,7 +258,8 @@ class Saga(Refined):
         return self.true
 
     def step(self) -> bool:
-        rows, self.rest = next_block(_SAMPLING, self.n, self.block_size, self.rest.cpu(), self.generator, self.device)
+        # in a shuffled order it is no faster, and nothing is proved for that
+        rows = draw_rows(self.n, self.block_size, self.generator, self.device)
         space = Space.of(len(rows))
         own = rows[space.span]
         part, change = self.tall.part(own), self.w - self.anchor[0]
