@@ -95,7 +95,7 @@ EIGENPRO = {
     "patience": 3,
     "seed": 0,
 }
-NORMAL = {"tol": 1e-4, "max_iterations": 200, "precision": "auto"}
+NORMAL = {"tol": 1e-4, "max_iterations": 200}
 # name -> parameters in order, with their defaults (... for a required one)
 SIGNATURES = {
     "accelerate": {
@@ -185,7 +185,7 @@ SIGNATURES = {
         "classes": None,
         "solver": None,
     },
-    "choose_inducing_points": {"kernel": ..., "x": ..., "m": ..., "method": "uniform", "noise": None, "seed": 0},
+    "choose_inducing_points": {"kernel": ..., "x": ..., "m": ..., "method": "uniform", "seed": 0},
     "OneHot": {"labels": ...},
     "record_solves": {},
     "fit": {
