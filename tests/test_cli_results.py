@@ -158,9 +158,9 @@ def test_row_of_gpytorchs_defaults():
     with torch.no_grad():
         exact = make(kernel="rbf")
         marginal = exact.likelihood(exact(x))
-    row, solve = evaluate_defaults(model, x, y, rows_for_nll=3)
-    assert solve is None  # n is below max_cholesky_size
-    assert row.iterations is None
+    row, steps = evaluate_defaults(model, x, y, rows_for_nll=3)
+    assert not steps  # n is below max_cholesky_size
+    assert row.iterations == 0
     assert row.residual < 1e-8
     assert row.rmse == pytest.approx(rmse(marginal.mean, y))
     assert row.nll == pytest.approx(negative_log_density(marginal.mean[:3], marginal.variance[:3], y[:3]))

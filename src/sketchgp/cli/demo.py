@@ -23,10 +23,10 @@ from ..datasets import load_diamonds
 from ..errors import ConvergenceWarning, InputError
 from ..plotting import convergence
 from ..random_streams import generator
-from ..report import Reason, SolveReport
+from ..report import SolveReport
 from ..settings import memory_budget
 from ..solvers import ConjugateGradients, FullProblem
-from ..style import new_figure
+from ..style import COLORS, RING, new_figure
 from .options import Output, claim
 from .regression import (
     Outcome,
@@ -52,6 +52,9 @@ FOOTNOTES = (
     "RMSE: of the standardised target, where predicting the mean scores 1. NLL: negative log predictive density a row, "
     "in nats, over the first {variances} test rows."
 )
+
+
+Steps = list[tuple[float, float]]  # seconds and relative residual before the first iteration and after each
 
 
 @dataclass(frozen=True)
@@ -120,13 +123,13 @@ def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
     part = replace(part, row=replace(part.row, residual=residual))
     print(part)
     default: Row | None = None
+    steps: Steps = []
     solves = [] if part.solve is None else [part.solve]
     if not alone:
         print("GPyTorch with its defaults, on the same rows ...")
         untouched = copy_hyperparameters(model, x[few], y[few], KERNEL)
-        default, solve = evaluate_defaults(untouched, test_x, test_y, sizes.variances)
+        default, steps = evaluate_defaults(untouched, test_x, test_y, sizes.variances)
         print(f"  {default.iterations} iterations, {default.mean_seconds or 0:.1f} s to the mean")
-        solves += [] if solve is None else [solve]
 
     print(f"sketchgp, on all {len(train):,} training rows ...")
     full = evaluate(model, test_x, test_y, "sketchgp, all rows", "low_rank", sizes.variances)
@@ -141,7 +144,7 @@ def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
         + FOOTNOTES.format(tests=len(test), variances=sizes.variances)
     )
     solves += [] if full.solve is None else [full.solve]
-    _draw(picture, solves, faster, sizes)
+    _draw(picture, solves, default, steps, faster, sizes)
     print(_verdict(full, part, default, scaling.y_std))
 
 
@@ -162,9 +165,12 @@ def _effort(row: Row) -> str:
     return f"{row.iterations} iterations and {row.mean_seconds:.1f} s to residual {row.residual:.1e}"
 
 
-def _draw(picture: Output, solves: list[SolveReport], model: Regression, sizes: Sizes) -> None:
+def _draw(
+    picture: Output, solves: list[SolveReport], default: Row | None, steps: Steps, model: Regression, sizes: Sizes
+) -> None:
     """Draw how the solves converge, and one without a preconditioner.
 
+    :param default: the row of GPyTorch's defaults, with the steps of their solve.
     :param model: the model on the rows of the comparison.
     """
     if find_spec("matplotlib") is None:
@@ -174,8 +180,12 @@ def _draw(picture: Output, solves: list[SolveReport], model: Regression, sizes: 
     solves = [*solves, _solve_plainly(model, gpytorch.settings.eval_cg_tolerance.value(), sizes)]
     figure = new_figure((11.5, 5.8), 150)
     axes = figure.subplots(1, 2, sharey=True)
-    for ax in axes:
+    seconds, values = zip(*steps, strict=True) if steps else ((), ())
+    for ax, x in ((axes[0], range(len(seconds))), (axes[1], seconds)):
         convergence(solves, ax, "iterations" if ax is axes[0] else "seconds").get_legend().remove()
+        if default is not None:
+            ax.plot(x, values, color=COLORS[-1], linewidth=1.8, label=f"GPyTorch, its defaults, n = {default.n}")
+            ax.plot(x[-1:], [default.residual][: len(x)], color=COLORS[-1], zorder=100, **RING)
         ax.set_xscale("log")
         ax.set_title("", loc="left")
     axes[1].set_ylabel("")
@@ -200,20 +210,20 @@ def _solve_plainly(model: Regression, tol: float, sizes: Sizes) -> SolveReport:
 
 
 @contextmanager
-def watch_linear_cg() -> Iterator[list[list[tuple[float, float]]]]:
+def watch_linear_cg() -> Iterator[list[Steps]]:
     """Collect every solve by conjugate gradients that GPyTorch does in the block.
 
-    A solve is a list of pairs, one before the first and one after each iteration: the seconds since the watch began,
-    and the mean over the columns of the relative residual of the recurrence, the number that GPyTorch stops on.
+    Its seconds are those since the watch began, its residuals the means over the columns of those of the recurrence,
+    the numbers that GPyTorch stops on.
     ``linear_cg`` applies its preconditioner to the residual once before the first and once in every
     iteration, so a wrapper around that preconditioner sees all residuals and changes nothing.
     """
-    solves: list[list[tuple[float, float]]] = []
+    solves: list[Steps] = []
     start = time.perf_counter()
     original = linear_operator.utils.linear_cg
 
     def watched(*arguments: Any, **options: Any) -> Any:
-        steps: list[tuple[float, float]] = []
+        steps: Steps = []
         solves.append(steps)
         inner: Callable[[Tensor], Tensor] = options.pop("preconditioner", None) or torch.clone
 
@@ -231,8 +241,8 @@ def watch_linear_cg() -> Iterator[list[list[tuple[float, float]]]]:
 
 
 @torch.no_grad()
-def evaluate_defaults(model: Regression, x: Tensor, y: Tensor, rows_for_nll: int) -> tuple[Row, SolveReport | None]:
-    """Return the row of the table for GPyTorch's defaults, and a report of the solve of its mean.
+def evaluate_defaults(model: Regression, x: Tensor, y: Tensor, rows_for_nll: int) -> tuple[Row, Steps]:
+    """Return the row of the table for GPyTorch's defaults, and the steps of the solve of its mean.
 
     :param model: in eval mode, not accelerated, without cached predictions.
     :param x: test features ``(m, d)``; the mean is of all of them.
@@ -252,22 +262,5 @@ def evaluate_defaults(model: Regression, x: Tensor, y: Tensor, rows_for_nll: int
         warnings.simplefilter("ignore", NumericalWarning)
         row = measure("GPyTorch's defaults, the same", model, y, predict_mean, predict_variance, rows_for_nll)
     residual = true_residual(model, model.prediction_strategy.mean_cache)
-    row = replace(row, residual=residual)
-    if not solves:
-        return row, None
-    tol = gpytorch.settings.eval_cg_tolerance.value()
-    seconds, residuals = zip(*solves[0], strict=True)  # of the mean
-    report = SolveReport(
-        solver="GPyTorch, its defaults",
-        size=row.n,
-        n=row.n,
-        residual=torch.tensor([residual]),
-        history=torch.tensor(residuals).unsqueeze(1),
-        tol=tol,
-        converged=residual <= tol,
-        reason=Reason.REACHED if residual <= tol else Reason.ITERATIONS,
-        seconds=seconds[-1] - seconds[0],
-        setup_seconds=seconds[0],
-        work={"iterations": len(seconds) - 1},
-    )
-    return replace(row, iterations=report.iterations), report
+    steps = solves[0] if solves else []
+    return replace(row, residual=residual, iterations=max(0, len(steps) - 1)), steps
