@@ -55,7 +55,7 @@ def rbf(lengthscale: float = 0.7, scale: float = 1.5) -> Any:
     ids=lambda estimator: repr(estimator)[:60],
 )
 def test_keeps_the_rules(estimator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(run._ITERATIONS, "lbfgs", 3)  # the rules hold for hyperparameters of any worth
+    monkeypatch.setitem(run._ITERATIONS, "lbfgs", 1)  # the rules hold for hyperparameters of any worth
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SkipTestWarning)
         check_estimator(estimator, on_skip=None)
