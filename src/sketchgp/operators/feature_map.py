@@ -22,13 +22,12 @@ class Made(NamedTuple):
     """Values that the features of points are made of.
 
     :ivar parts: of each factor ``(p, width)``, float64 where its frequencies are heavy-tailed; :ivar coefficients: of
-        each term ``(T,)``.
-    :ivar dtype: of features; :ivar points: p.
+        each term ``(T,)``, of the dtype of features.
+    :ivar points: p.
     """
 
     parts: list[Tensor]
     coefficients: Tensor
-    dtype: torch.dtype
     points: int
 
 
@@ -86,7 +85,7 @@ class RandomFeatures:
         parts = [
             f.left if heavy(self._expression, index) else f.left.to(x.dtype) for index, f in enumerate(made.features)
         ]
-        return Made(parts, made.coefficients.to(x.dtype), x.dtype, len(x))
+        return Made(parts, made.coefficients.to(x.dtype), len(x))
 
     def _prepared(self, x: Tensor) -> Prepared:
         z, origin = x, self.origin.to(x)

@@ -285,7 +285,7 @@ def whole_or_source(value: Any, like: Any) -> Any:
     """
     if not is_source(value):
         return value
-    source = value if isinstance(value, RowSource) else _made(value, like)
+    source = _made(value, like)
     return source.whole() if source.fits else source
 
 
@@ -294,11 +294,9 @@ def whole_targets(value: Any, like: Any) -> Any:
 
     :param like: as in :func:`whole_or_source`.
     """
-    if isinstance(value, RowSource):
-        return value.whole()
     if not is_source(value):
         return value
-    if is_arrow(value):
+    if not isinstance(value, np.memmap):
         return _made(value, like).whole()
     found = np.asarray(value[:])
     check_numbers(found.dtype, "y")
@@ -307,6 +305,8 @@ def whole_targets(value: Any, like: Any) -> Any:
 
 
 def _made(value: Any, like: Any) -> RowSource:
+    if isinstance(value, RowSource):
+        return value
     return RowSource(value, dtype=_dtype(value, like), device=_device(like))
 
 

@@ -225,7 +225,7 @@ class Learner:
         size = max(64, _ENTRIES // max(1, p) // 256 * 256)
         for start in range(0, len(coefficients), size):
             stop = min(start + size, len(coefficients))
-            a = coefficients[start:stop].to(made.dtype)
+            a = coefficients[start:stop].to(made.coefficients.dtype)
             first, second = self.features.pairs(made, start, stop)
             total += torch.addmm(first @ a[:, 0], second, a[:, 1])
             self.entries += 2 * first.numel()
