@@ -143,8 +143,8 @@ class LowRankPlusDiagonal:
         """``P^-1 rhs`` for rhs ``(..., n, t)``, computed in the factor's dtype, returned in that of rhs."""
         scaled = rhs.to(self.factor.dtype) / self.diagonal_part.unsqueeze(-1)
         if self.rank:
-            inner = cholesky_solve(self.down(scaled, slice(None)), self.capacitance_root())
-            scaled = scaled - self.up(inner, slice(None)) / self.diagonal_part.unsqueeze(-1)
+            inner = cholesky_solve(thin_product(self.factor.mT, scaled), self.capacitance_root())
+            scaled = scaled - thin_product(self.factor, inner) / self.diagonal_part.unsqueeze(-1)
         return scaled.to(rhs.dtype)
 
     def down(self, vectors: Tensor, rows: slice) -> Tensor:
