@@ -149,11 +149,15 @@ class LowRankPlusDiagonal:
 
     def down(self, vectors: Tensor, rows: slice) -> Tensor:
         """Return the part of ``F^T v``, ``(..., r, t)``, that these rows of v make up."""
-        return thin_product(self.rows(rows).mT, vectors)
+        return thin_product(self._part(rows).mT, vectors)
 
     def up(self, inner: Tensor, rows: slice) -> Tensor:
         """Return these rows of ``F inner``."""
-        return thin_product(self.rows(rows), inner)
+        return thin_product(self._part(rows), inner)
+
+    def _part(self, rows: slice) -> Factor:
+        """Return these rows of F: all of them, on whichever ranks, or some of those :attr:`held`."""
+        return self.factor if rows == slice(0, self.factor.shape[-2]) else self.rows(rows)
 
     def apply_inverse_to_rows(self, own: Tensor, space: Space) -> Tensor:
         """Return the rows of ``P^-1 rhs`` that a rank holds, from those of rhs, ``(..., h, t)``; sends r t numbers.
