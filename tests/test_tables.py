@@ -145,7 +145,7 @@ BAD = {
     "too many words": ("x,y\n" + "".join(f"n{i},{i}\n" for i in range(20)), ["20 different values", "--drop x"]),
     "long lines": ("x,y\n1,2\n3\n4,5,6\n7,8\n", ["Expected 2 fields in line 4, saw 3", "mend the lines"]),
     "short lines": ("x,y\n1,2\n3\n7,8\n", ["column 'y' lacks a value: no value in row 2"]),
-    "preamble": ("Report 2024\n\nx,y\n1,2\n", ["Expected 1 fields in line 3, saw 2", "such as a title"]),
+    "preamble": ("Report 2024\n\nx,y\n1,2\n", ["Expected 1 fields in line 3, saw 2", "--skip-lines"]),
     "names that occur twice": ("x,x,y\n1,2,3\n", ["more than once: 'x'"]),
     "no names": ("5.1,3.5\n4.9,3.0\n", ["no column 'y'", "--no-header"]),
     "equal numbers as names": ("0.2,0.2,y\n1,2,3\n", ["'0.2'", "more than once", "--no-header"]),
@@ -177,6 +177,11 @@ def test_encodings(read, encoding, told):
     assert code == 130 and "y by 1 feature(s) (größe)" in text and "größe (2)" in text
     for wrong in ("latin-99", "rot13"):
         assert f"--encoding {wrong}: not an encoding" in main_error(read, "x,y\n1,2\n", "--encoding", wrong)
+
+
+def test_a_title_is_skipped(read):
+    code, text = read("Report, of 2024\n\nx;y\n1;2\n3;4\n", "--skip-lines", "2")
+    assert code == 130 and "y by 1 feature(s) (x)" in text
 
 
 def main_error(read, content, *options, **more):

@@ -67,6 +67,7 @@ _TABLE: _Options = {
     ),
     "--encoding": ("of text: latin-1, cp1252, ... (utf-8)", {"metavar": "NAME"}),
     "--separator": ("between cells: , ; | or tab (what fits the first lines)", {"type": _separator, **_MARK}),
+    "--skip-lines": ("lines before the table, such as a title (none)", {**_COUNT, "default": 0}),
     "--no-header": ("no line of names; the columns are c1, c2, ...", {"dest": "header", "action": "store_false"}),
     "--decimal": ("mark of decimals: . or , (a point)", {"choices": (".", ","), **_MARK}),
     "--force": ("write over files that exist (never over an input)", _FLAG),
@@ -160,7 +161,7 @@ def build_parser(version: str) -> argparse.ArgumentParser:
 
 def opened(options: argparse.Namespace) -> Source:
     """Return the table that the options name."""
-    text = Text(options.encoding, options.separator, options.header, options.decimal == ",")
+    text = Text(options.encoding, options.separator, options.skip_lines, options.header, options.decimal == ",")
     return open_table(options.data, text)
 
 

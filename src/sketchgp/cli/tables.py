@@ -29,12 +29,14 @@ class Text:
 
     :param encoding: None is UTF-8.
     :param separator: between cells; None is the one that fits the first lines.
+    :param skip: number of lines before the table, such as a title.
     :param header: whether the first line has the names of the columns; they are c1, c2, ... where it has not.
     :param comma: whether decimals have a comma, which then separates cells only where nothing else does.
     """
 
     encoding: str | None = None
     separator: str | None = None
+    skip: int = 0
     header: bool = True
     comma: bool = False
 
@@ -127,7 +129,9 @@ def open_table(path: str | Path, text: Text | None = None) -> Source:
         known = ", ".join(openers)
         raise InputError(f"{path}: unknown extension {path.suffix!r}; the known ones are {known}; save a sheet as CSV")
     if kind not in _TEXTS and text != Text():
-        raise InputError(f"{path}: an option is for text files only: --encoding, --separator, --no-header")
+        raise InputError(
+            f"{path}: an option is for text files only: --encoding, --separator, --skip-lines, --no-header"
+        )
     try:
         if path.stat().st_size == 0:
             raise InputError(f"{path}: the file is empty")
@@ -149,7 +153,7 @@ def _remedy(error: BaseException, kind: str, text: Text) -> str:
         return f"; --encoding {text.encoding}: not an encoding that Python knows; utf-8, utf-16, latin-1 are some"
     if isinstance(error, UnicodeError):
         return f" as {text.encoding or 'utf-8'}; save it as UTF-8, or name its encoding, such as --encoding cp1252"
-    return "; mend the lines, and take out those that are no part of the table, such as a title"
+    return "; mend the lines, or leave out a title before the table with --skip-lines"
 
 
 def _imported(path: Path, module: str) -> Any:
@@ -164,10 +168,15 @@ def _open_text(path: Path, text: Text) -> Source:
     pandas = _imported(path, "pandas")
     encoding = text.encoding or "utf-8-sig"
     with open(path, newline="", encoding=encoding) as file:
-        separator = text.separator or _separator(path, list(islice(file, _SNIFFED)), text.comma)
-    frame = pandas.read_csv(
-        path, sep=separator, encoding=encoding, header=None, dtype=str, keep_default_na=False, na_values=[]
-    )
+        separator = text.separator or _separator(path, [*islice(file, text.skip, text.skip + _SNIFFED)], text.comma)
+    options: dict[str, Any] = {
+        "header": None,
+        "skiprows": text.skip,
+        "dtype": str,
+        "keep_default_na": False,
+        "na_values": [],
+    }
+    frame = pandas.read_csv(path, sep=separator, encoding=encoding, **options)
     names = [str(name).strip().lstrip("\ufeff") for name in frame.iloc[0]]
     if not text.header:
         names = [f"c{position + 1}" for position in range(len(names))]
