@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..operators.access import Access
+from ..random_streams import generator
 from ..space import Space
 from .base import Preconditioner
 from .low_rank import LowRank
@@ -39,9 +39,10 @@ def greedy_cholesky(
         each; a column sends the row of its pivot, and n numbers.
     :returns: the factor in float64 with its pivots.
     """
+    unused = generator(0, "greedy pivots")  # nothing is drawn from it
     return rpcholesky(
-        matrix, rank, generator=torch.Generator(), method="greedy", block_size=1, weights=weights, tol=tol,
-        enough=enough, space=space,
+        matrix, rank, generator=unused, method="greedy", block_size=1, weights=weights, tol=tol, enough=enough,
+        space=space,
     )  # fmt: skip
 
 
