@@ -2,9 +2,9 @@
 
     python benchmarks/compiled.py [--quick]
 
-Every kernel is compiled ahead of time for compute capabilities 8.0, 9.0 and 10.0, with the first block shape that fits
-there, as the engine takes it; registers and bytes of stack (spilled registers) are read from the binary.  Nothing is
-run, so this says nothing about seconds.  Writes benchmarks/results/compiled.json and compiled.md.
+Every kernel is compiled ahead of time for compute capabilities 8.0, 9.0 and 10.0; registers and bytes of stack (spilled
+registers) are read from the binary.  Nothing is run, so this says nothing about seconds.  Writes
+benchmarks/results/compiled.json and compiled.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,48 +21,41 @@ from gpytorch.kernels import MaternKernel, RBFKernel, RQKernel, ScaleKernel
 
 import common
 from sketchgp.operators.engines.triton import launch
-from sketchgp.operators.engines.triton.launch import blocks_of
 from sketchgp.operators.expression import recognise
 
 RESULTS = Path(__file__).parent / "results"
-TENSOR_MEMORY = 512  # columns that a program may take, where there is any
-SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program may take
+CAPABILITIES = [80, 90, 100]
 KERNELS = {"rbf": RBFKernel, "matern32": lambda: MaternKernel(nu=1.5), "rq": RQKernel}
 NAMES = ("kernel", "features", "columns", "precision", "what")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
-def launched(name: str, p: int, t: int, precision: str, what: str) -> Iterator[dict[str, Any]]:
-    """What the engine would launch, one after the other until one fits: the plan, the arguments, the blocks."""
-    gradient = what == "gradient"
+def launched(name: str, p: int, t: int, precision: str, what: str) -> dict[str, Any]:
+    """What the engine would launch: the plan and the arguments."""
     kernel = ScaleKernel(KERNELS[name]()).requires_grad_(True)
     x = torch.randn(256, p).requires_grad_()
-    prepared = recognise(kernel).prepare(x, x, True, torch.Size(), torch.float32)
-    problem = launch._Problem(recognise(kernel), prepared.detached(), precision)
-    plan = problem.plan(True, 2 * t if gradient else t, gradient)
-    for blocks in blocks_of(plan, gradient):
-        found: dict[str, Any] = {"blocks": blocks}
+    expression = recognise(kernel)
+    prepared = expression.prepare(x, x, True, torch.Size(), torch.float32)
+    found: dict[str, Any] = {}
 
-        class Recorder:
-            def __init__(self, plan: Any, gradient: bool, found: dict[str, Any] = found) -> None:
-                found.setdefault("plan", plan)
-                self.found = found
+    class Recorder:
+        def __init__(self, plan: Any, gradient: bool) -> None:
+            found.setdefault("plan", plan)
 
-            def __getitem__(self, grid: Any) -> Any:
-                return lambda **arguments: self.found.setdefault("arguments", arguments)
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda **arguments: found.setdefault("arguments", arguments)
 
-        real = launch.compiled
-        launch.compiled = Recorder
-        try:
-            left, right = torch.randn(256, t), torch.randn(256, t)
-            rest = (True, precision, found["blocks"])
-            if gradient:
-                launch.differentiate(recognise(kernel), prepared, left, right, *rest)
-            else:
-                launch.multiply(recognise(kernel), prepared.detached(), 256, right, *rest)
-        finally:
-            launch.compiled = real
-        yield found
+    real = launch.compiled
+    launch.compiled = Recorder
+    try:
+        left, right = torch.randn(256, t), torch.randn(256, t)
+        if what == "gradient":
+            launch.differentiate(expression, prepared, left, right, True, precision)
+        else:
+            launch.multiply(expression, prepared.detached(), 256, right, True, precision)
+    finally:
+        launch.compiled = real
+    return found
 
 
 def compile_for(capability: int, plan: Any, gradient: bool, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -124,21 +116,16 @@ def cases(quick: bool) -> list[tuple[str, int, int, str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one kernel; writes nothing")
-    parser.add_argument("--capability", type=int, nargs="+", default=list(SHARED), choices=list(SHARED))
+    parser.add_argument("--capability", type=int, nargs="+", default=CAPABILITIES, choices=CAPABILITIES)
     options = parser.parse_args()
     rows = []
     for case in cases(options.quick):
         for capability in options.capability:
-            for made in launched(*case):
-                found = compile_for(capability, made["plan"], case[4] == "gradient", made["arguments"])
-                if found["shared"] <= SHARED[capability] and found["tensor_memory"] <= TENSOR_MEMORY:
-                    break
-            row = {
-                **dict(zip(NAMES, case, strict=True)),
-                "capability": capability / 10,
-                "blocks": tuple(made["blocks"]),
-            }
-            rows.append({**row, **found})
+            made = launched(*case)
+            found = compile_for(capability, made["plan"], case[4] == "gradient", made["arguments"])
+            row = {**dict(zip(NAMES, case, strict=True)), "capability": capability / 10}
+            blocks = tuple(made["arguments"][name] for name in ("BM", "BN", "num_warps", "num_stages"))
+            rows.append({**row, "blocks": blocks, **found})
             print(rows[-1], flush=True)
     if not options.quick:
         common.write_json(RESULTS / "compiled.json", {"machine": common.machine("triton"), "kernels": rows})

@@ -21,21 +21,25 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def block(pointer, start, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """``(HEIGHT, WIDTH)``: rows ``start ...`` of a matrix whose rows have WIDTH entries and lie one after another."""
+def block(pointer, start, stride, first, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """``(HEIGHT, WIDTH)``: rows ``start ...`` and columns ``first ...`` of a matrix with ``stride`` columns.
+
+    Columns past the last are 0.
+    """
     rows = tl.arange(0, HEIGHT)
     columns = tl.arange(0, WIDTH)
-    return tl.load(pointer + start * WIDTH + (rows[:, None] * WIDTH + columns[None, :]))
+    corner = pointer + start * stride + first  # offsets within a block fit into 32 bits
+    return tl.load(corner + (rows[:, None] * stride + columns[None, :]), (first + columns < stride)[None, :], 0.0)
 
 
 @triton.jit
-def wide_block(pointer, start, stride, first, chunks, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr):
-    """``(HEIGHT, WIDTH)``: columns of the chunks ``first ...``, of K columns each, that lie ``stride`` rows apart."""
-    rows = tl.arange(0, HEIGHT)
-    columns = tl.arange(0, WIDTH)
-    chunk = first + columns // K
-    offset = (start + chunk * stride) * K + columns % K
-    return tl.load(pointer + rows[:, None] * K + offset[None, :], mask=(chunk < chunks)[None, :], other=0.0)
+def load_parts(x, x_low, start, stride, first, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """Return :func:`block` of the high and of the low parts; a single part is returned twice."""
+    high = block(x, start, stride, first, HEIGHT, WIDTH)
+    low = high
+    if PARTS == 2:
+        low = block(x_low, start, stride, first, HEIGHT, WIDTH)
+    return high, low
 
 
 @triton.jit
@@ -45,11 +49,11 @@ def vector(pointer, start, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def put_block(pointer, start, values, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+def put_block(pointer, start, stride, first, values, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """Store what :func:`block` would load."""
     rows = tl.arange(0, HEIGHT)
     columns = tl.arange(0, WIDTH)
-    tl.store(pointer + start * WIDTH + (rows[:, None] * WIDTH + columns[None, :]), values)
+    tl.store(pointer + start * stride + first + (rows[:, None] * stride + columns[None, :]), values)
 
 
 @triton.jit
@@ -77,47 +81,29 @@ def multiply(a, a_low, b, b_low, PARTS: tl.constexpr):
 
 
 @triton.jit
-def high(x, PARTS: tl.constexpr):
-    """High part of a tile in registers."""
+def split_parts(x, PARTS: tl.constexpr):
+    """Return the high and the low part of a tile in registers; a single part is returned twice."""
     if PARTS == 2:  # what is cut off goes to the low part; NaN stays NaN
-        result = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        low = x - high
     else:  # round to 11 bits (Veltkamp); the device would round towards zero, with a bias
         shifted = x * 8193.0
-        result = shifted - (shifted - x)
-    return result
+        high = shifted - (shifted - x)
+        low = high
+    return high, low
 
 
 @triton.jit
-def low(x, x_high, PARTS: tl.constexpr):
-    """Return the remainder of the high part, where there are more parts than one."""
-    if PARTS > 1:
-        result = x - x_high
-    else:
-        result = x_high
-    return result
-
-
-@triton.jit
-def cross(x, x_low, z, z_low, PARTS: tl.constexpr):
-    """Inner products ``(BM, BN)`` of the rows of x ``(BM, K)`` and z ``(BN, K)``."""
-    return multiply(x, x_low, tl.trans(z), tl.trans(z_low), PARTS)
-
-
-@triton.jit
-def cross_chunks(
-    x, x_low, x_start, x_stride, z, z_low, z_start, z_stride, chunks,
+def cross(
+    x, x_low, x_start, z, z_low, z_start, chunks,
     BM: tl.constexpr, BN: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Return :func:`cross` of rows in memory that are ``chunks`` times K wide, by chunks that are each rounded once."""
+    """Inner products ``(BM, BN)`` of rows that are ``chunks`` times K wide, by chunks that are each rounded once."""
     total = tl.zeros((BM, BN), tl.float32)
     for c in range(chunks):
-        x_chunk = block(x, x_start + c * x_stride, BM, K)
-        z_chunk = block(z, z_start + c * z_stride, BN, K)
-        x_rest, z_rest = x_chunk, z_chunk
-        if PARTS > 1:
-            x_rest = block(x_low, x_start + c * x_stride, BM, K)
-            z_rest = block(z_low, z_start + c * z_stride, BN, K)
-        total += cross(x_chunk, x_rest, z_chunk, z_rest, PARTS)
+        x_high, x_rest = load_parts(x, x_low, x_start, chunks * K, c * K, BM, K, PARTS)
+        z_high, z_rest = load_parts(z, z_low, z_start, chunks * K, c * K, BN, K, PARTS)
+        total += multiply(x_high, x_rest, tl.trans(z_high), tl.trans(z_rest), PARTS)
     return total
 
 

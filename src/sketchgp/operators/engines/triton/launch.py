@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,17 +16,15 @@ from torch.nn import functional
 
 from ...expression import Expression, Prepared
 from ...profiles import GAUSS, LAPLACE, LOG2E, RATIONAL_QUADRATIC, Profile
-from .source import AtomPlan, Plan, compiled
+from .source import NUMBERS, AtomPlan, Plan, compiled
 
-T = TypeVar("T")
 Precision = Literal["float32", "tf32"]
 
 PARTS: dict[Precision, int] = {"float32": 2, "tf32": 1}  # tf32 numbers that one value is split into
-_PADDING = 128  # rows of everything are padded to a multiple of this, the largest block: no kernel needs masks
+_PADDING = 128  # rows of everything are padded to a multiple of this, the largest block: no kernel masks rows
 _DIRECT = 4  # Euclidean distances of up to so many features are summed up from differences, without cancellation
-_KEPT = 1024  # bytes of a row's features, of all atoms, that fit into shared memory with a block of columns
-_WIDEST = 64  # right-hand sides, or features, that are one chunk
-_CHUNK = 32  # features in a chunk where there are more, and right-hand sides in one of a gradient
+_WIDEST = 64  # right-hand sides in a block of a product
+_CHUNK = 32  # features in a chunk, and right-hand sides in a block of a gradient
 _FEATURES = 128  # columns of features for which one program keeps a gradient
 _PROGRAMS = 8  # for each multiprocessor, so that none waits long for the last
 
@@ -41,23 +38,16 @@ class Blocks(NamedTuple):
     stages: int
 
 
-_BLOCKS = [Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)]
-
-
-def blocks_of(plan: Plan, gradient: bool) -> list[Blocks]:
-    """Return blocks to try, best first: each atom has a tile of its own, and gradients keep sums for features, too."""
-    if not gradient:
-        return _BLOCKS[max(0, min(len(plan.atoms) - 2, 2)) :]
-    large = not any(atom.dot for atom in plan.atoms) or (plan.parts == 1 and len(plan.atoms) == 1)
-    return _BLOCKS[1 if large else 2 :]
+PRODUCT = Blocks(128, 64, 8, 2)
+GRADIENT = Blocks(64, 32, 4, 2)  # smaller, as sums for features take registers
 
 
 @dataclass(frozen=True)
 class Packed:
     """One side of an atom, or of the vectors, as the kernels read it.
 
-    :ivar high: ``(B, chunks, rows, k)`` for products, ``(B, features, rows)`` for differences.
-    :ivar low: the low parts, or None.
+    :ivar high: ``(B, rows, width)`` for products, ``(B, features, rows)`` for differences.
+    :ivar low: the low parts, or ``high`` again where a single part is taken; None for differences.
     :ivar norms: ``(B, rows)``, half the squared norms, or None.
     """
 
@@ -85,25 +75,11 @@ def _flat(x: Tensor) -> Tensor:
     return (x.unsqueeze(0) if x.dim() == 2 else x).to(torch.float32)
 
 
-def _atom_plans(profiles: list[Profile], sizes: list[int], parts: int) -> tuple[AtomPlan, ...]:
-    """Return the constants of each atom, for its number of features.
-
-    A single chunk of the rows stays in shared memory while a program passes over the columns.
-    """
-    plans = []
-    for profile, size in zip(profiles, sizes, strict=True):
-        p, alpha = max(size, 1), profile is RATIONAL_QUADRATIC
-        if profile.l1:
-            plans.append(AtomPlan(profile.name, False, True, min(p, 4), p > 4, alpha))
-        elif p <= _DIRECT and parts == 2:
-            plans.append(AtomPlan(profile.name, False, False, p, False, alpha))
-        else:
-            looped = p > _WIDEST
-            plans.append(AtomPlan(profile.name, True, False, _CHUNK if looped else _power(p), looped, alpha))
-    kept = sum(plan.k for plan in plans if plan.dot and not plan.looped) * parts * 4
-    if kept > _KEPT:
-        plans = [replace(p, looped=True, k=min(p.k, _CHUNK)) if p.dot else p for p in plans]
-    return tuple(plans)
+def _atom_plan(profile: Profile, p: int, parts: int) -> AtomPlan:
+    """Return the constants of an atom of p features."""
+    dot = not (profile.l1 or (p <= _DIRECT and parts == 2))
+    k = min(_power(p), _CHUNK) if dot else min(max(p, 1), _DIRECT)
+    return AtomPlan(profile.name, dot, profile.l1, k, profile is RATIONAL_QUADRATIC)
 
 
 def unit(profile: Profile, dot: bool) -> float:
@@ -126,32 +102,27 @@ def _pack_features(x: Tensor, profile: Profile, plan: AtomPlan, parts: int) -> P
     x = _flat(x) * unit(profile, plan.dot)
     if not plan.dot:
         n, p = x.shape[-2:]
-        more = _count(plan, p) * plan.k - p
+        more = _count(p, plan.k) * plan.k - p
         return Packed(functional.pad(x.mT, (0, _padded(n) - n, 0, more)).contiguous())
     packed = _pack_matrix(x, plan.k, parts)
-    high = packed.high
-    norms = (high * high).sum(dim=(1, 3), dtype=torch.float64)  # each product is exact in float32
-    if packed.low is not None:
-        norms += 2 * (high * packed.low).sum(dim=(1, 3), dtype=torch.float64)
+    high, low = packed.high, packed.low
+    norms = (high * high).sum(dim=2, dtype=torch.float64)  # each product is exact in float32
+    if parts == 2 and low is not None:
+        norms += 2 * (high * low).sum(dim=2, dtype=torch.float64)
     return replace(packed, norms=(norms / 2).float())
 
 
 def _pack_matrix(x: Tensor, k: int, parts: int) -> Packed:
-    """Rows of x ``(B, n, p)``, in chunks of k columns and in parts."""
-    b, n, p = x.shape
-    chunks = max(-(-p // k), 1)
-    x = functional.pad(x, (0, chunks * k - p, 0, _padded(n) - n))
-    x = x.reshape(b, x.shape[1], chunks, k).transpose(1, 2).contiguous()
-    split: list[Tensor] = []
-    for _ in range(parts):
-        split.append(_rounded(x))
-        x = x - split[-1]
-    return Packed(*split)
+    """Rows of x ``(B, n, p)``, filled up to chunks of k columns, in parts."""
+    n, p = x.shape[-2:]
+    x = functional.pad(x, (0, _count(p, k) * k - p, 0, _padded(n) - n)).contiguous()
+    high = _rounded(x)
+    return Packed(high, _rounded(x - high) if parts == 2 else high)
 
 
-def _count(plan: AtomPlan, p: int) -> int:
-    """Chunks of an atom of p features."""
-    return max(-(-p // plan.k), 1)
+def _count(p: int, k: int) -> int:
+    """Chunks of k that p features take, one at the least."""
+    return max(-(-p // k), 1)
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -164,50 +135,30 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def multiply(
-    expression: Expression,
-    prepared: Prepared,
-    rows: int,
-    rhs: Tensor,
-    same: bool,
-    precision: Precision,
-    blocks: Blocks | None = None,
+    expression: Expression, prepared: Prepared, rows: int, rhs: Tensor, same: bool, precision: Precision
 ) -> Tensor:
     """``K rhs`` ``(n, t)`` or ``(B, n, t)``, for rhs ``(m, t)`` or ``(B, m, t)``.
 
     :param rows: n.
     :param same: whether entries on the diagonal are at distance 0.
-    :param blocks: a choice of block sizes, for tests.
     """
     columns, t = rhs.shape[-2:]
     if not rows or not rhs.numel():
         return rhs.new_zeros(*rhs.shape[:-2], rows, t)
     problem = _kept(expression, prepared, precision)
     plan = problem.plan(same, t)
-    v = problem.vectors(rhs, plan)
-    items, parts = v.high.shape[:2]
-    arguments = {**problem.shared, **problem.side("x"), **problem.side("z"), **v.named("v")}
-
-    def run(blocks: Blocks) -> Tensor:
-        launch = _Launch(plan, blocks, rows, columns, items, parts, rhs.device)
-        shape = (launch.splits, items, parts, _padded(rows), plan.width)
-        out = torch.empty(shape, dtype=torch.float32, device=rhs.device)
-        launch(False, {**arguments, "out": out})
-        return out[0] if launch.splits == 1 else out.sum(dim=0)
-
-    total = _with_blocks(run, [blocks] if blocks else blocks_of(plan, False))
-    return total.transpose(1, 2).flatten(2)[:, :rows, :t].reshape(*rhs.shape[:-2], rows, t).to(rhs.dtype)
+    arguments = {**problem.arguments(), **problem.vectors(rhs, plan).named("v")}
+    results = _launch(plan, False, arguments, (rows, columns), _count(t, plan.width))
+    return results["out"].sum(dim=0)[:, :rows, :t].reshape(*rhs.shape[:-2], rows, t).to(rhs.dtype)
 
 
 def differentiate(
-    expression: Expression,
-    prepared: Prepared,
-    left: Tensor,
-    right: Tensor,
-    same: bool,
-    precision: Precision,
-    blocks: Blocks | None = None,
+    expression: Expression, prepared: Prepared, left: Tensor, right: Tensor, same: bool, precision: Precision
 ) -> list[tuple[Tensor, Tensor]]:
     """Gradients of ``sum_t left_t^T K right_t`` for the tensors of ``prepared`` that need one, as pairs with them.
+
+    Each atom that is differentiated takes a pass that computes all distances and values again: one has room for its
+    sums in registers.  Coefficients and shape parameters go with the first pass.
 
     :param left: ``(n, t)`` or ``(B, n, t)``.
     :param right: ``(m, t)`` or ``(B, m, t)``.
@@ -225,19 +176,23 @@ def differentiate(
         return [(t, torch.zeros_like(t)) for t in (*tensors, *shapes, prepared.coefficients)]
     problem = _Problem(expression, prepared.detached(), precision)
     plan = problem.plan(same, left.shape[-1], gradient=True)
+    blocks = _count(left.shape[-1], plan.width)
     vectors = [problem.vectors(v, plan) for v in (left, right)]
-    sizes = [left.shape[-2], right.shape[-2]]
     totals: list[tuple[Tensor, Tensor]] = []
-    for side in (0,) if once else (0, 1):
-        for part in _passes(problem, plan, wanted, sums and side == 0):
-            of_features, of_sums = _gradient_pass(problem, part, side, vectors, sizes, blocks)
-            if of_features is not None and part.target is not None:
-                a = part.target[0]
+    for side in (0,) if once or not wanted else (0, 1):
+        own, other = (left, right) if side == 0 else (right, left)
+        arguments = {**problem.arguments(turned=side == 1), **vectors[side].named("l"), **vectors[1 - side].named("r")}
+        for i, a in enumerate(wanted or [None]):
+            target = None if a is None else problem.target(a)
+            one = replace(plan, target=target, sums=sums and side == i == 0)
+            results = _launch(one, True, arguments, (own.shape[-2], other.shape[-2]), blocks)
+            if a is not None:
                 owner = prepared.features[a].left if side == 0 else prepared.features[a].right
                 factor = unit(expression.atoms[a].profile, plan.atoms[a].dot) * (2 if once else 1)
-                gradient = of_features[:, : owner.shape[-2], : owner.shape[-1]].mul(factor)
+                gradient = results["g"].sum(dim=0)[:, : owner.shape[-2], : owner.shape[-1]].mul(factor)
                 totals.append((owner, gradient.reshape(owner.shape).to(owner.dtype)))
-            if of_sums is not None:
+            if one.sums:
+                of_sums = results["sums"].sum(dim=(0, 3), dtype=torch.float64)
                 totals += _parameter_pairs(plan, prepared, of_sums)
     return totals
 
@@ -250,34 +205,41 @@ class _Problem:
 
     def __init__(self, expression: Expression, prepared: Prepared, precision: Precision) -> None:
         self.parts, self.terms = PARTS[precision], expression.terms
-        profiles = [atom.profile for atom in expression.atoms]
-        self.atoms = _atom_plans(profiles, [f.left.shape[-1] for f in prepared.features], self.parts)
+        self.atoms: tuple[AtomPlan, ...] = ()
         self.packed: list[tuple[Packed, Packed]] = []
         self.shared: dict[str, Any] = {}
-        for a, (profile, plan, f) in enumerate(zip(profiles, self.atoms, prepared.features, strict=True)):
-            left = _pack_features(f.left, profile, plan, self.parts)
-            right = left if f.right is f.left else _pack_features(f.right, profile, plan, self.parts)
+        for a, (atom, f) in enumerate(zip(expression.atoms, prepared.features, strict=True)):
+            plan = _atom_plan(atom.profile, f.left.shape[-1], self.parts)
+            left = _pack_features(f.left, atom.profile, plan, self.parts)
+            right = left if f.right is f.left else _pack_features(f.right, atom.profile, plan, self.parts)
+            self.atoms += (plan,)
             self.packed.append((left, right))
+            self.shared[f"c{a}"] = _count(f.left.shape[-1], plan.k)
             if f.alpha is not None:
                 self.shared[f"alpha{a}"] = f.alpha.float().reshape(-1).contiguous()
-            if plan.looped:
-                self.shared[f"c{a}"] = _count(plan, f.left.shape[-1])
         self.shared["coefficients"] = prepared.coefficients.float().reshape(-1, len(self.terms)).contiguous()
 
     def plan(self, same: bool, t: int, gradient: bool = False) -> Plan:
         """Return the plan for t right-hand sides."""
         return Plan(self.atoms, self.terms, self.parts, same, min(_power(t), _CHUNK if gradient else _WIDEST))
 
+    def target(self, a: int) -> tuple[int, int]:
+        """Return ``Plan.target`` of an atom."""
+        return a, min(_power(self.shared[f"c{a}"] * self.atoms[a].k), _FEATURES)
+
     def vectors(self, x: Tensor, plan: Plan) -> Packed:
         return _pack_matrix(_flat(x), plan.width, self.parts)
 
-    def side(self, name: str, turned: bool = False) -> dict[str, Tensor]:
-        """Return the features of the kernel's rows (``"x"``) or columns (``"z"``).
+    def arguments(self, turned: bool = False) -> dict[str, Any]:
+        """Return the arguments of a kernel that describe the matrix.
 
         :param turned: whether x2 stands for the rows and x1 for the columns.
         """
-        which = (name == "z") != turned
-        return {k: v for a, both in enumerate(self.packed) for k, v in both[which].named(f"{name}{a}").items()}
+        arguments = dict(self.shared)
+        for a, both in enumerate(self.packed):
+            rows, columns = reversed(both) if turned else both
+            arguments |= {**rows.named(f"x{a}"), **columns.named(f"z{a}")}
+        return arguments
 
 
 def _kept(expression: Expression, prepared: Prepared, precision: Precision) -> _Problem:
@@ -288,97 +250,48 @@ def _kept(expression: Expression, prepared: Prepared, precision: Precision) -> _
     return kept[precision]
 
 
-def _with_blocks(run: Callable[[Blocks], T], choices: list[Blocks]) -> T:
-    """Return ``run`` with the first blocks that the device has shared memory and registers for."""
-    for blocks in choices[:-1]:
-        try:
-            return run(blocks)
-        except Exception as error:
-            if type(error).__name__ != "OutOfResources":
-                raise
-    return run(choices[-1])
+def _launch(
+    plan: Plan, gradient: bool, arguments: dict[str, Any], sizes: tuple[int, int], vectors: int
+) -> dict[str, Tensor]:
+    """Run one kernel and return its results, with the shares of the columns as their first dimension.
 
-
-class _Launch:
-    """One kernel on a device: the grid, and how the columns are shared out."""
-
-    def __init__(
-        self, plan: Plan, blocks: Blocks, rows: int, columns: int, items: int, parts: int, device: torch.device
-    ) -> None:
-        self.plan, self.blocks, self.device = plan, blocks, device
-        self.row_blocks, self.column_blocks = -(-rows // blocks.rows), -(-columns // blocks.columns)
-        programs = self.row_blocks * items * parts
-        cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        splits = min(-(-_PROGRAMS * cores // programs), self.column_blocks)
-        self.steps = -(-self.column_blocks // splits)
-        self.splits = -(-self.column_blocks // self.steps)  # no share is empty
-        self.numbers = {
-            "x_rows": _padded(rows),
-            "z_rows": _padded(columns),
-            "row_blocks": self.row_blocks,
-            "column_blocks": self.column_blocks,
-            "steps": self.steps,
-            "splits": self.splits,
-            "parts": parts,
-            "items": items,
-        }
-        self.grid = (programs * self.splits,)
-
-    def __call__(self, gradient: bool, arguments: dict[str, Any]) -> None:
-        kernel, b = compiled(self.plan, gradient), self.blocks
-        options = {"BM": b.rows, "BN": b.columns, "num_warps": b.warps, "num_stages": b.stages}
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-            kernel[self.grid](**arguments, **self.numbers, **options)
-
-
-def _gradient_pass(
-    problem: _Problem, plan: Plan, side: int, vectors: list[Packed], sizes: list[int], blocks: Blocks | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradient ``(B, rows, p)`` of the target's features in the kernel's units, and the sums ``(B, quantities)``.
-
-    :param side: 0 for the features of x1, 1 for those of x2; :param sizes: points of each side.
+    :param sizes: rows and columns.
+    :param vectors: blocks of right-hand sides.
     """
-    own, other = vectors[side], vectors[1 - side]
-    (items, chunks), device = own.high.shape[:2], own.high.device
-    parts = 1
-    if plan.target is not None and plan.atoms[plan.target[0]].looped:
+    coefficients = arguments["coefficients"]
+    items, device = coefficients.shape[0], coefficients.device
+    blocks, rows, parts = GRADIENT if gradient else PRODUCT, _padded(sizes[0]), vectors
+    shapes: dict[str, tuple[int, ...]] = {}
+    if not gradient:
+        shapes["out"] = (rows, parts * plan.width)
+    elif plan.target is not None:
         a, width = plan.target
-        parts = -(-problem.shared[f"c{a}"] * plan.atoms[a].k // width)
-    arguments = {**problem.shared, **problem.side("x", side == 1), **problem.side("z", side == 1)}
-    arguments |= {**own.named("l"), **other.named("r"), "cw": chunks}
-
-    def run(blocks: Blocks) -> tuple[Tensor | None, Tensor | None]:
-        launch = _Launch(plan, blocks, sizes[side], sizes[1 - side], items, parts, device)
-        rows = _padded(sizes[side])
-        shapes: dict[str, tuple[int, ...]] = {}
-        if plan.target is not None:
-            shapes["g"] = (launch.splits, items, parts, rows, plan.target[1])
-        if plan.sums:
-            shapes["sums"] = (launch.splits, items, len(plan.terms) + len(plan.shapes), rows)
-        results = {name: torch.empty(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
-        launch(True, {**arguments, **results})
-        of_features = results["g"].sum(dim=0).transpose(1, 2).flatten(2) if "g" in results else None
-        used = launch.row_blocks * blocks.rows  # rows of padding in no block are not written
-        of_sums = results["sums"][..., :used].sum(dim=(0, 3), dtype=torch.float64) if "sums" in results else None
-        return of_features, of_sums
-
-    return _with_blocks(run, [blocks] if blocks else blocks_of(plan, True))
+        parts = _count(arguments[f"c{a}"] * plan.atoms[a].k, width)
+        shapes["g"] = (rows, parts * width)
+    else:
+        parts = 1
+    if plan.sums:
+        shapes["sums"] = (len(plan.terms) + len(plan.shapes), rows)
+    row_blocks, column_blocks = -(-sizes[0] // blocks.rows), -(-sizes[1] // blocks.columns)
+    programs = row_blocks * items * parts
+    splits, steps = _shares(programs, column_blocks, device)
+    numbers = (rows, _padded(sizes[1]), row_blocks, column_blocks, steps, splits, parts, items, vectors)
+    # rows of padding that are in no block are not written
+    results = {name: torch.zeros(splits, items, *shape, device=device) for name, shape in shapes.items()}
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        compiled(plan, gradient)[(programs * splits,)](
+            **arguments, **results, **dict(zip(NUMBERS, numbers, strict=True)),
+            BM=blocks.rows, BN=blocks.columns, num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+    return results
 
 
-def _passes(problem: _Problem, plan: Plan, wanted: list[int], sums: bool) -> list[Plan]:
-    """Return a plan for each atom that is differentiated: one has room for its sums in registers.
-
-    Each pass computes all distances and values again.  Coefficients and shape parameters go with the first one, unless
-    there are many atoms.
-    """
-    passes = []
-    for a in wanted:
-        atom = plan.atoms[a]
-        width = min(_power(problem.shared[f"c{a}"] * atom.k), _FEATURES) if atom.looped else _power(atom.k)
-        passes.append(replace(plan, target=(a, width)))
-    if sums and (not passes or len(plan.atoms) > 2):
-        return [replace(plan, sums=True), *passes]
-    return [replace(passes[0], sums=sums), *passes[1:]]
+def _shares(programs: int, column_blocks: int, device: torch.device) -> tuple[int, int]:
+    """Return into how many shares the columns are cut, and how many blocks a share has: every core gets work."""
+    cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    splits = min(-(-_PROGRAMS * cores // programs), column_blocks)
+    steps = -(-column_blocks // splits)
+    return -(-column_blocks // steps), steps  # no share is empty
 
 
 def _parameter_pairs(plan: Plan, prepared: Prepared, sums: Tensor) -> list[tuple[Tensor, Tensor]]:
