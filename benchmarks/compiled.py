@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parent / "results"
 CAPABILITIES = [80, 90, 100]
 KERNELS = {"rbf": RBFKernel, "matern32": lambda: MaternKernel(nu=1.5), "rq": RQKernel}
 NAMES = ("kernel", "features", "columns", "precision", "what")
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
+TYPES = {torch.float32: "fp32", torch.float64: "fp64"}
 
 
 def launched(name: str, p: int, t: int, precision: str, what: str) -> dict[str, Any]:

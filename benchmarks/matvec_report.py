@@ -325,7 +325,6 @@ CURVES: dict[str, tuple[str, str, str, str]] = {
     "triton product square": ("triton, k(X, X)", "#CC79A7", "--", "s"),
     "tiled product rectangular": ("tiled, k(X, Z)", "#0072B2", "-", "o"),
     "tiled product square": ("tiled, k(X, X)", "#0072B2", "--", "o"),
-    "keops product rectangular": ("our KeOps engine, k(X, Z)", "#009E73", "-", "v"),
     KEOPS: ("KeOps LazyTensor", "#D55E00", "-", "^"),
     TORCH: ("dense torch", "#777777", "-", "D"),
 }

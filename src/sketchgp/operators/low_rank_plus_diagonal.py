@@ -1,4 +1,4 @@
-"""``P = F F^T + diag(d)``: product, solve, log determinant and samples at O(n r) each, after O(n r^2) set-up."""
+"""``P = F F^T + diag(d)``: inverse, log determinant and samples at O(n r) each, after O(n r^2) set-up."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class _Logdet(torch.autograd.Function):
 class LowRankPlusDiagonal:
     """``F F^T + diag(d)``, symmetric positive definite.
 
-    Solves use the Woodbury identity with ``C = I + F^T D^-1 F`` (r x r, Cholesky), in the factor's dtype; with a
-    float64 factor a float32 caller therefore gets float64 accuracy, rounded at the end.
+    The inverse is applied by the Woodbury identity with ``C = I + F^T D^-1 F`` (r x r, Cholesky), in the factor's
+    dtype; with a float64 factor a float32 caller therefore gets float64 accuracy, rounded at the end.
 
     :param factor: F, ``(..., n, r)``; r may be 0.  Of :class:`~sketchgp.space.ShardedRows` every rank holds its
-        own rows; solves, products, determinants and samples are then those of all ranks together.
+        own rows; inverses, determinants and samples are then those of all ranks together.
     :param diagonal: d, ``(..., n)``, positive.
     :param out_dtype: dtype of determinants and samples (default: the factor's).
 
