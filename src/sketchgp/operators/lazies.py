@@ -45,7 +45,7 @@ def forward(kernel: Kernel, x1: Tensor, x2: Tensor, apart: bool = True, **option
     only their own code knows what becomes of those, and it expects GPyTorch's setting: those alone are called with it,
     one at a time.  Products are stored where they fit the memory budget: GPyTorch's operator for them approximates.
 
-    :param apart: whether rows that lie far from the others are evaluated by themselves (:func:`_evaluate_apart`).
+    :param apart: whether rows that lie far from the others are evaluated by themselves (:func:`_call_apart`).
     :param options: what else the kernel is told.
     """
     if type(kernel) is ScaleKernel and not options:

@@ -94,7 +94,7 @@ class SketchySAGA(InducingPointSolver):
     :param rho: the damping, in units of the matrix; None finds it.
     :param seed: of every random choice.
 
-    The other parameters are those of :class:`sketchgp.solvers.InducingPointSolver`: ``max_seconds``, ``checkpoint``,
+    The other parameters are those of :class:`sketchgp.solvers.Budgeted`: ``max_seconds``, ``checkpoint``,
     ``every``.
     """
 
