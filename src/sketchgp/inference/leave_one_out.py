@@ -167,8 +167,9 @@ class ProbedDiagonal:
         mean = (total - relative) / left
         noise = ((squares - relative.square()) / left - mean.square()) / max(left - 1, 1)
         each = expanded(mean, noise)
-        error = (left / count * (each - each.mean()).square().sum()).sqrt()
-        return float(full_mean), float(error)
+        error = left / count * (each - each.mean()).square().sum()
+        of_solve = (self.solve_error * first.abs().mean()).square() / count  # which hardly shows in the spread
+        return float(full_mean), float((error + of_solve).sqrt())
 
 
 @torch.no_grad()
