@@ -376,7 +376,7 @@ def _inducing(case: Case, reports: list[Any]) -> Any:
         deviation = (expected_variance + variances.double().median()).sqrt()
         error = (mean.double() - expected).abs()
         outcome.deviations = float((error / deviation.unsqueeze(1)).max())
-        near = 0.1
+        near = max([0.1, *(report.max_deviations for report in reports if math.isfinite(report.max_deviations))])
         # a tolerance of the residual is relative to the targets, which may be many deviations of the prior
         share = 1e-2 if case.targets**2 > 9 * case.outputscale else 1e-3
         allowed = near * deviation.unsqueeze(1) + share * torch.maximum(y.abs().max(), expected.abs().max())
