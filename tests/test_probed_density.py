@@ -9,7 +9,7 @@ from typing import Any
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import RBFKernel
+from gpytorch.kernels import PolynomialKernel, RBFKernel
 from torch import Tensor
 
 import sketchgp
@@ -249,6 +249,21 @@ def test_a_preconditioner_that_rounding_makes_indefinite() -> None:
     model = model_of(case)[0]
     sketchgp.accelerate(model, preconditioner=sketchgp.RPCholesky(rank=5), matmul="tiled").train()
     with iterative(probes=100), gpytorch.settings.max_cholesky_size(0), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss(model).backward()
+    assert any("lost to rounding" in str(one.message) for one in caught)
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+def test_ritz_values_that_rounding_makes_negative() -> None:
+    """One far row of a polynomial kernel, without a preconditioner: a warning, and a gradient that is a number."""
+    x = 10 + 0.01 * torch.randn(80, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x[0] = -100
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = 1.0
+    model = Plain(x, torch.sin(x[:, 0]), likelihood, PolynomialKernel(2) * PolynomialKernel(2)).double()
+    sketchgp.accelerate(model, preconditioner=None).train()
+    with iterative(), gpytorch.settings.max_cholesky_size(0), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loss(model).backward()
     assert any("lost to rounding" in str(one.message) for one in caught)

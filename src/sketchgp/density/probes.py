@@ -47,6 +47,7 @@ from .base import LogDensity, bilinear_derivative
 
 _NEGLIGIBLE = 1e-6  # eigenvalues below this share of the sum of their sizes are left out
 _EQUAL = 1e-6  # relative difference below which a divided difference is a derivative
+_NOTHING = 1e-20  # of the largest Ritz value: less than rounding leaves, and no overflow where it is divided by
 
 
 class Probes(LogDensity):
@@ -243,7 +244,7 @@ class _Quadrature:
     def __init__(self, matrices: Tensor) -> None:
         values, self.vectors = torch.linalg.eigh(matrices.movedim(0, -3))
         self.least = float(values.min())
-        self.nodes = values.clamp(min=torch.finfo(torch.float64).tiny)
+        self.nodes = values.clamp(min=_NOTHING * values.amax(dim=-1, keepdim=True).clamp(min=1e-280))
         self.first = self.vectors[..., 0, :]
         self.values = (self.first.square() * self.nodes.log()).sum(dim=-1)
 
