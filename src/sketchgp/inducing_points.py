@@ -36,7 +36,7 @@ def choose_inducing_points(
     *,
     seed: int = 0,
 ) -> InducingPoints:
-    """m inducing points for the inputs x.
+    """Choose m inducing points for the inputs x.
 
     * ``"uniform"``: rows of x without replacement.  Free, and right where nothing is known.  ``counts`` are n / m.
     * ``"k-means"``: centres of clusters, in the distance that the kernel's lengthscales give where it has one for each
@@ -45,6 +45,7 @@ def choose_inducing_points(
     * ``"rpcholesky"``: pivots of randomly pivoted Cholesky: rows that differ from each other by the kernel's measure.
       The best approximation of K, though not always of the targets; ``n m^2`` operations and n m float64 numbers.
       Where K has fewer than m independent columns to working precision the rest are drawn uniformly, with a note.
+
     Inside ``sharded()`` the last one is shared out by rows.
 
     Reference: arXiv:2304.12465, section 3.1 (RPCholesky).
