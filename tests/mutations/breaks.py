@@ -273,10 +273,10 @@ BREAKS = (
         "too little is taken off the residual",
     ),
     Break(
-        "return scores.argmax()[None]",
-        "return scores.argmin()[None]",
+        "new = column[:, 0] - result.factor @ row",
+        "new = column[:, 0]",
         LOWRANK,
-        "greedy pivots are those of the least residuals",
+        "greedy columns are not made orthogonal to earlier ones",
     ),
     Break(
         "total(held_rows(test).mT @ sketch)",

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from ..devices import fetched
+from ..fingerprint import parameters_held
 from ..operators.access import Access
-from ..random_streams import generator
 from ..space import Space
 from .base import Preconditioner
-from .low_rank import LowRank
-from .rpcholesky import rpcholesky
+from .low_rank import Columns, LowRank, Scores
 
 
+@torch.no_grad()
+@parameters_held()
 def greedy_cholesky(
     matrix: Access,
     rank: int,
@@ -39,11 +42,34 @@ def greedy_cholesky(
         each; a column sends the row of its pivot, and n numbers.
     :returns: the factor in float64 with its pivots.
     """
-    unused = generator(0, "greedy pivots")  # nothing is drawn from it
-    return rpcholesky(
-        matrix, rank, generator=unused, method="greedy", block_size=1, weights=weights, tol=tol, enough=enough,
-        space=space,
-    )  # fmt: skip
+    diagonal = matrix.diagonal()
+    residual, scores = diagonal.clone(), Scores(matrix, diagonal, weights)
+    n, device = matrix.n, matrix.device
+    floor = matrix.resolution * float(residual.sum())
+    rank = min(rank, n)
+    space = space or Space(n)
+    result = Columns.of(space.height, rank, device, surely=enough is None)
+    pivots = torch.zeros(rank, dtype=torch.long, device=device)
+    while (done := result.count) < rank:
+        wanted = scores.of(residual)
+        best = wanted.argmax()[None]
+        row = space.rows(result.factor, best)[0]
+        column = space.columns(matrix, best)
+        new = column[:, 0] - result.factor @ row
+        height = space.rows(new[:, None], best)[0]
+        # The column is made before it is known whether it is needed, so that a device is waited for once.
+        sums, pivot, score = fetched(scores.sums(residual, wanted), height, wanted.index_select(0, best))
+        left, total, _ = sums.tolist()
+        if left <= floor or total <= tol or (enough is not None and enough(done, total)):
+            break
+        if not (pivot > 0 and score > 0):
+            break
+        new = new / height.sqrt()
+        result.add(new.unsqueeze(0))
+        pivots[done : done + 1] = best
+        residual = (residual - space.numbers(new.square())).clamp_(min=0)
+        residual[best] = 0
+    return LowRank(space.factor(result.all()), pivots[: result.count], residual, sequential=True)
 
 
 @dataclass(frozen=True)

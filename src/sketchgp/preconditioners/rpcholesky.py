@@ -45,8 +45,7 @@ def rpcholesky(
 
     ``"accelerated"`` proposes a block of pivots and thins it by rejection: the law of choosing pivots one at a time
     (that of the papers' theorems) at block speed.  ``"block"`` keeps the whole block; it wastes columns where points
-    cluster.  ``"greedy"``, for blocks of one, takes the largest score.
-    Reads ``(rank + 1) n`` entries of K, O(n rank) memory, O(n rank^2) operations.
+    cluster.  Reads ``(rank + 1) n`` entries of K, O(n rank) memory, O(n rank^2) operations.
 
     With weights w the pivots are those of ``W^1/2 K W^1/2``, drawn by ``w * residual``; F is still a factor of K.
 
@@ -67,12 +66,11 @@ def rpcholesky(
     pivots: list[Tensor] = []
     residual, scores = diagonal.clone(), Scores(matrix, diagonal, weights)
     floor, failures = matrix.resolution * float(diagonal.sum()), 0
-    greedy = method == "greedy"
-    while result.count < rank and failures < (1 if greedy else _FAILURES):
+    while result.count < rank and failures < _FAILURES:
         size = block if enough is None or block_size else min(block, max(8, result.count // 4))
         size = min(size, rank - result.count) if method == "block" else size
         before = generator.get_state()
-        draw = _largest if greedy else partial(_draw, size=size, generator=generator, distinct=method == "block")
+        draw = partial(_draw, size=size, generator=generator, distinct=method == "block")
         rows, sums, schur, bounds, drawn = _proposed(matrix, space, result.factor, residual, scores, draw)
         left, total, score = sums.tolist()
         if left <= floor or total <= tol or not score > 0 or (enough is not None and enough(result.count, total)):
@@ -81,8 +79,7 @@ def rpcholesky(
         if method == "block":
             kept, root = _distinct(schur, drawn, matrix.resolution)
         else:
-            uniform = torch.zeros(1) if greedy else torch.rand(len(bounds), dtype=torch.float64, generator=generator)
-            kept, root = _reject(schur, bounds, rank - result.count, uniform)
+            kept, root = _reject(schur, bounds, rank - result.count, generator)
         failures = 0 if len(kept) else failures + 1
         if len(kept):
             chosen = sent(drawn[kept].long(), matrix.device)
@@ -92,7 +89,7 @@ def rpcholesky(
             residual[chosen] = 0
             pivots.append(chosen)
     chosen = torch.cat(pivots) if pivots else torch.empty(0, dtype=torch.long, device=matrix.device)
-    return LowRank(space.factor(result.all()), chosen, residual, sequential=method != "block")
+    return LowRank(space.factor(result.all()), chosen, residual, sequential=method == "accelerated")
 
 
 def _proposed(
@@ -139,10 +136,6 @@ def _draw(scores: Tensor, size: int, generator: torch.Generator, distinct: bool)
     return torch.unique(drawn) if distinct and drawn.device.type == "cpu" else drawn
 
 
-def _largest(scores: Tensor) -> Tensor:
-    return scores.argmax()[None]
-
-
 def _distinct(schur: Tensor, drawn: Tensor, resolution: float) -> tuple[Tensor, Tensor]:
     """Keep the first place of each proposal, in the order of the proposals' numbers.
 
@@ -155,14 +148,14 @@ def _distinct(schur: Tensor, drawn: Tensor, resolution: float) -> tuple[Tensor, 
     return kept, shifted_cholesky(schur[kept][:, kept], resolution, limit=10.0)
 
 
-def _reject(schur: Tensor, bounds: Tensor, most: int, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def _reject(schur: Tensor, bounds: Tensor, most: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Rejection-sampled Cholesky of the proposals' residual block.
 
     Proposal j is kept with probability (its diagonal after eliminating the kept ones before it) / (its diagonal
-    when it was drawn), by a uniform number; its weight is in both and cancels.
-
-    :returns: the kept positions, and the Cholesky factor of their block; everything on the CPU.
+    when it was drawn); its weight is in both and cancels.  Returns the kept positions and the Cholesky factor of
+    their block; everything on the CPU.
     """
+    uniform = torch.rand(len(bounds), dtype=torch.float64, generator=generator)
     kept: list[int] = []
     factor = torch.zeros_like(schur)
     current = schur.diagonal().clone()
