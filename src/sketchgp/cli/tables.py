@@ -169,14 +169,9 @@ def _open_text(path: Path, text: Text) -> Source:
     encoding = text.encoding or "utf-8-sig"
     with open(path, newline="", encoding=encoding) as file:
         separator = text.separator or _separator(path, [*islice(file, text.skip, text.skip + _SNIFFED)], text.comma)
-    options: dict[str, Any] = {
-        "header": None,
-        "skiprows": text.skip,
-        "dtype": str,
-        "keep_default_na": False,
-        "na_values": [],
-    }
-    frame = pandas.read_csv(path, sep=separator, encoding=encoding, **options)
+    frame = pandas.read_csv(
+        path, sep=separator, encoding=encoding, header=None, skiprows=text.skip, dtype=str, keep_default_na=False
+    )
     names = [str(name).strip().lstrip("\ufeff") for name in frame.iloc[0]]
     if not text.header:
         names = [f"c{position + 1}" for position in range(len(names))]
