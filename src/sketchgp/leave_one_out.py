@@ -154,9 +154,8 @@ def _probed(
     built, choice = training.preconditioner, acceleration.preconditioner
     factor = z.new_zeros(system.n, 0) if built is None else built.factor
     solution, report = acceleration.solve(solver, system, z, progress=progress)
-    left = float(report.residual.square().mean().sqrt())
     below = choice is not None and choice.pivoted
-    return probed_diagonal(system, z, solution, factor, below, seed, left), report
+    return probed_diagonal(system, z, solution, report.residual, factor, below, seed), report
 
 
 def _closed(model: Any, exact: bool | None) -> LeaveOneOut:
@@ -195,8 +194,19 @@ def _result(
     else:
         squared, likely = totals(probed, weights)
     residual, variance, density, relative = map(data.spread, (residual, variance, density, relative))
-    errors = variance * relative, residual.abs() * relative
-    each = (values.to(dtype) for values in (data.targets - residual, variance, residual, density, *errors))
-    count = 0 if probed is None else probed.samples.shape[1]
-    fields: list[Any] = [*each, *squared, *likely, count == 0, count, report, mean_report]
-    return LeaveOneOut(*fields)
+    return LeaveOneOut(
+        mean=(data.targets - residual).to(dtype),
+        variance=variance.to(dtype),
+        residual=residual.to(dtype),
+        log_density=density.to(dtype),
+        variance_standard_error=(variance * relative).to(dtype),
+        residual_standard_error=(residual.abs() * relative).to(dtype),
+        mean_squared_error=squared[0],
+        mean_squared_error_standard_error=squared[1],
+        mean_log_density=likely[0],
+        mean_log_density_standard_error=likely[1],
+        exact=probed is None,
+        num_probes=0 if probed is None else probed.samples.shape[1],
+        report=report,
+        mean_report=mean_report,
+    )

@@ -99,14 +99,14 @@ class ProbedDiagonal:
     :ivar samples: ``(n, S)``, unbiased, one column a probe.
     :ivar fit: ``(n,)``, by :func:`fitted`.
     :ivar least: ``(n,)`` and :ivar most: ``(n,)``, what the values certainly lie between.
-    :ivar solve_error: the relative residual that the probes' solve left.
+    :ivar solve_error: the relative residual that the probes' solve left, a root mean square.
     """
 
     samples: Tensor
     fit: Tensor
     least: Tensor
     most: Tensor
-    solve_error: float = 0.0
+    solve_error: float
 
     def in_units(self, squares: Tensor) -> ProbedDiagonal:
         """Return the estimates in other units, each row divided by its square of a unit, ``(n,)``."""
@@ -174,13 +174,14 @@ class ProbedDiagonal:
 
 @torch.no_grad()
 def probed_diagonal(
-    system: System, z: Tensor, solution: Tensor, factor: Factor, below: bool, seed: int, solve_error: float = 0.0
+    system: System, z: Tensor, solution: Tensor, left: Tensor, factor: Factor, below: bool, seed: int
 ) -> ProbedDiagonal:
     """Return estimates of the diagonal of ``A^-1``.
 
     :param z: probes ``(n, S)`` and :param solution: ``A^-1 z``, float64.
+    :param left: relative residuals of that solve, ``(S,)``.
     :param factor: F of a preconditioner, ``(n, r)``; :param below: whether ``F F^T`` is at most K.
-    :param seed: of the order of :class:`.FullScale`; :param solve_error: see :class:`ProbedDiagonal`.
+    :param seed: of the order of :class:`.FullScale`.
     """
     factor, noise, prior = whole(factor), system.noise.to(torch.float64), Access(system.operator).diagonal()
     if isinstance(system.operator, KernelMatrix):
@@ -192,7 +193,7 @@ def probed_diagonal(
         rest = prior - torch.linalg.vector_norm(factor, dim=-1).square()
         samples = z * solution
         fit = fitted(samples.mean(dim=1), torch.maximum(rest, 1e-6 * prior) + noise)
-    return ProbedDiagonal(samples, fit, 1 / (prior + noise), 1 / noise, solve_error)
+    return ProbedDiagonal(samples, fit, 1 / (prior + noise), 1 / noise, float(left.square().mean().sqrt()))
 
 
 def log_density(diagonal: Tensor, weights: Tensor) -> Tensor:

@@ -148,8 +148,7 @@ class NoisePath:
             reports.append(one)
         lower = _likelihood(quadratic + missing, high, self.scale) if self.below else -math.inf
         upper = _likelihood(quadratic, low, self.scale) if self.below else math.inf
-        left = float(report.residual[1:].max())
-        probed = probed_diagonal(system, self.z, solved[:, 1:], self.factor, self.below, self.seed, left)
+        probed = probed_diagonal(system, self.z, solved[:, 1:], report.residual[1:], self.factor, self.below, self.seed)
         error, density = totals(probed.in_units(self.scale.square()), weights.squeeze(1) / self.scale)
         likelihood = _likelihood(quadratic, log_determinant, self.scale)
         return AtNoise(noise, error, density, (likelihood, 0.5 * deviation / self.n), lower, upper, reports)
