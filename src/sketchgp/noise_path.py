@@ -147,7 +147,6 @@ def _grid(owner: str, noises: Any) -> list[float]:
 
 
 def _result(points: list[AtNoise], exact: bool) -> NoisePath:
-    columns = [(one.noise, *one.error, *one.density, *one.likelihood, one.lower, one.upper) for one in points]
     best = {
         "mean_squared_error": min(points, key=lambda one: one.error[0]).noise,
         "mean_log_density": max(points, key=lambda one: one.density[0]).noise,
@@ -157,7 +156,22 @@ def _result(points: list[AtNoise], exact: bool) -> NoisePath:
     def work(name: str) -> Tensor:
         return torch.tensor([int(sum(r.work.get(name, 0) for r in one.reports)) for one in points])
 
-    results = torch.tensor(columns, dtype=torch.float64).T.contiguous()
-    solves = [work("iterations"), work("products"), [one.reports for one in points]]
-    fields: list[Any] = [*results, best, exact, *solves]
-    return NoisePath(*fields)
+    def of(values: Iterable[float]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.float64)
+
+    return NoisePath(
+        noises=of(one.noise for one in points),
+        mean_squared_error=of(one.error[0] for one in points),
+        mean_squared_error_standard_error=of(one.error[1] for one in points),
+        mean_log_density=of(one.density[0] for one in points),
+        mean_log_density_standard_error=of(one.density[1] for one in points),
+        log_marginal_likelihood=of(one.likelihood[0] for one in points),
+        log_marginal_likelihood_standard_error=of(one.likelihood[1] for one in points),
+        lower=of(one.lower for one in points),
+        upper=of(one.upper for one in points),
+        best=best,
+        exact=exact,
+        iterations=work("iterations"),
+        products=work("products"),
+        reports=[one.reports for one in points],
+    )
