@@ -146,9 +146,10 @@ def _nan(patch: MONKEY) -> None:
 
 
 def _projection(patch: MONKEY) -> None:
-    patch.setattr("sketchgp.solvers.inducing.eigenpro._ITERATIONS", 1)
+    patch.setattr("sketchgp.solvers.inducing.projection._ITERATIONS", 1)
+    patch.setattr("sketchgp.solvers.inducing.projection._RANK", 1)
     problem = _inducing(80, 200, _kernel(0.3, MaternKernel, nu=0.5))
-    sketchgp.EigenPro4(projection="inexact", projection_rank=1, projection_tol=1e-6).solve(problem)
+    sketchgp.EigenPro4(projection="inexact").solve(problem)
 
 
 def _first_loss(patch: MONKEY) -> None:

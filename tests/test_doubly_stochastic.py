@@ -136,7 +136,7 @@ def test_steps_without_preconditioner_do_not_stop_at_the_majority(loss):
 
 def test_steps_are_those_of_the_paper():
     """Algorithm 1, written for functions; its steps are theta / (i + i_0)."""
-    solver = DoublyStochastic(num_features=None, preconditioned=False, block_size=8, averaging=False)
+    solver = DoublyStochastic(num_features=None, preconditioned=False, block_size=8)
     problem = RandomFeatureProblem(a_kernel(), X, Y, 24.0)
     learner, f = solver.learner(problem), torch.zeros(15, dtype=torch.float64)
     made, at = (learner.features.prepare(x) for x in (X, TEST))
@@ -147,7 +147,7 @@ def test_steps_are_those_of_the_paper():
         phi, there = (torch.cat(learner.features.pairs(one, 4 * i, 4 * i + 4), dim=1) for one in (made, at))
         slope = phi.mT @ (on_data - Y) / N / 8
         on_data, f = ((1 - step * weight) * old - step * values @ slope for old, values in ((on_data, phi), (f, there)))
-        assert relative(learner.evaluate(at, learner.average)[:, 0], f) < 1e-12
+        assert relative(learner.evaluate(at, learner.coefficients, learner.decay)[:, 0], f) < 1e-12
     phi = torch.cat(learner.features.pairs(made, 0, 4), dim=1)
     largest = torch.linalg.matrix_norm(phi, 2) ** 2 / phi.numel()
     assert learner.first_step == pytest.approx(1 / float(largest + weight))

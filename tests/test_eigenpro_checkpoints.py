@@ -29,7 +29,7 @@ VARIANTS = {
     "3": EigenPro3(epochs=4),
     "4-exact": EigenPro4(epochs=4, delay=4, projection="exact"),
     "4-exact-paper": EigenPro4(epochs=3, delay=4, projection="exact", preconditioner="paper"),
-    "4-inexact": EigenPro4(epochs=4, projection="inexact", projection_rank=3),  # the delay follows what is counted
+    "4-inexact": EigenPro4(epochs=4, projection="inexact"),  # the delay follows what is counted
     "4-inexact-paper": EigenPro4(epochs=3, delay=6, projection="inexact", preconditioner="paper"),
     "4-plain": EigenPro4(epochs=3, delay=7, averaging=False, cooldown=0.0, seed=3),
 }
@@ -290,9 +290,12 @@ def test_a_checkpoint_of_another_problem_is_refused(saved, path):
             dataclasses.replace(solver, **choices).solve(_problem())
     with pytest.raises(InputError, match="other held-out points"):
         solver.solve(_problem(), held_out=_held_out(_problem()))
-    with pytest.raises(InputError, match=r"with an exact projection.*Choose projection='exact'"), memory_budget(1):
+    with (
+        pytest.raises(InputError, match="the projection, which 'auto' chooses by free memory, changed"),
+        memory_budget(1),
+    ):
         solver.solve(_problem())
-    with pytest.raises(InputError, match="this one's is inexact"):
+    with pytest.raises(InputError, match="the projection, which 'auto' chooses"):
         dataclasses.replace(solver, projection="inexact").solve(_problem())
     assert path.read_bytes() == before
     with memory_budget(1):
@@ -308,7 +311,7 @@ def test_a_stream_must_repeat_itself(saved, path, monkeypatch):
     problem, (x, y) = _problem(), _data()
     x[30] += 1e-9
     changed = InducingPointProblem(problem.kernel, Stream(x, y), None, 1.0, problem.inducing_points)
-    with pytest.raises(InputError, match=r"another stream.*within the first \d+ points.*repeat itself"):
+    with pytest.raises(InputError, match="of another problem: the beginning of the stream changed"):
         solver.solve(changed)
     path.unlink()
     loader = DataLoader(TensorDataset(x, y), batch_size=BATCH, shuffle=True)

@@ -98,7 +98,6 @@ NOT_CONVERTIBLE = [  # where numbers are converted to the training inputs' dtype
 
 BY_NAME: dict[str, list[Any]] = {
     "tol": ["a", True, 0, 1, 1.5, *NOT_NUMBERS],
-    "projection_tol": [0.0, 1.0, *NOT_NUMBERS],
     "cooldown": [1.5, *NOT_NUMBERS],
     "seed": NOT_SEEDS,
     "probe_seed": NOT_SEEDS,

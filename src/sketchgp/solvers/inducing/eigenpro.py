@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ...checks import count, flag, number, seed, settle, tolerance, word
+from ...checks import count, flag, number, seed, settle, word
 from ...errors import InputError
-from ...fingerprint import row_numbers
+from ...fingerprint import row_numbers, tensor_mark
 from ...random_streams import generator
 from ...report import Reason
 from ...row_sources import RowSource
@@ -31,8 +31,6 @@ _SUBSAMPLE = 2000  # points of an automatic subsample, or four times the rank
 _FRESH = 1000  # the most points beside it on which the step is computed
 _FURTHER = 4  # times the points of a stream wanted, at most, until half as many are no inducing points
 _CHECKED = 8192  # the most training points on which the weights returned are judged
-_PROJECTION_RANK = 1000  # the most of an automatic one, so that memory is linear in m
-_ITERATIONS = 200  # the most of a projection by conjugate gradients
 _BEST = "The weights returned are the best so far."
 
 
@@ -62,8 +60,6 @@ class EigenProSolver(InducingPointSolver):
         to be projected.  None is 2000, at most half of the points, or all inducing points.
     :param projection: ``"exact"``, by a Cholesky factor of Kzz; ``"inexact"``, by conjugate gradients without Kzz;
         ``"auto"`` is exact while Kzz is within :class:`sketchgp.settings.memory_budget`.
-    :param projection_tol: relative residual of an inexact projection.
-    :param projection_rank: of its RPCholesky preconditioner; None is ``10 sqrt(m)``, at most 1000.
     :param preconditioner: ``"projected"``, whose fixed point is the solution; or ``"paper"``, whose fixed point for
         noise 0 is that of the papers, a least-squares fit in which the top directions count less.
     :param step_scale: a factor of the computed step.
@@ -76,17 +72,13 @@ class EigenProSolver(InducingPointSolver):
 
     # what "auto" chose, by the memory that was free, is in the checkpoint
     adjustable: ClassVar[tuple[str, ...]] = (*InducingPointSolver.adjustable, "projection")
-    advice: ClassVar[str] = (
-        "Choose projection='exact' or a smaller projection_tol, a larger subsample_size, or a smaller step_scale."
-    )
+    advice: ClassVar[str] = "Choose projection='exact', a larger subsample_size, or a smaller step_scale."
 
     epochs: int = 10
     block_size: int | None = None
     rank: int | None = None
     subsample_size: int | None = None
     projection: Literal["auto", "exact", "inexact"] = "auto"
-    projection_tol: float = 1e-2
-    projection_rank: int | None = None
     preconditioner: Literal["projected", "paper"] = "projected"
     step_scale: float = 1.0
     averaging: bool = True
@@ -96,12 +88,11 @@ class EigenProSolver(InducingPointSolver):
 
     def __post_init__(self) -> None:
         settle(self, count, "epochs")
-        settle(self, count, "block_size", "projection_rank", "patience", optional=True)
+        settle(self, count, "block_size", "patience", optional=True)
         self._check_budget()
         settle(self, number, "step_scale", above=0, finite=True)
         settle(self, word, "projection", allowed=("auto", "exact", "inexact"))
         settle(self, word, "preconditioner", allowed=("projected", "paper"))
-        settle(self, tolerance, "projection_tol")
         settle(self, number, "cooldown", least=0, most=1)
         settle(self, flag, "averaging")
         settle(self, seed, "seed")
@@ -197,8 +188,14 @@ class EigenProSolver(InducingPointSolver):
     def _projection(self, problem: InducingPointProblem, columns: int) -> Projection:
         if self.projection == "exact" or (self.projection == "auto" and exact_fits(problem)):
             return ExactProjection(problem, columns)
-        rank = self.projection_rank or min(_PROJECTION_RANK, math.ceil(10 * math.sqrt(problem.m)))
-        return InexactProjection(problem, columns, self.projection_tol, rank, _ITERATIONS, self.seed)
+        return InexactProjection(problem, columns, self.seed)
+
+    def _checkpoint_marks(self, problem: InducingPointProblem, method: Epochs) -> dict[str, str]:
+        marks = super()._checkpoint_marks(problem, method)
+        marks["the projection, which 'auto' chooses by free memory,"] = method.model.projection.kind
+        if problem.streamed:
+            marks["the beginning of the stream"] = tensor_mark(*method.checked)
+        return marks
 
     def _facts(self, problem: InducingPointProblem, method: Epochs) -> dict[str, Any]:
         directions, projection, batch = method.model.directions, method.model.projection, method.block_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ...devices import fetched, sent
-from ...errors import InputError, NumericalError
-from ...fingerprint import tensor_mark
+from ...errors import NumericalError
 from ...operators.tall import TallMatrix
 from ...report import Reason
 from ...row_sources import ahead
@@ -35,7 +34,7 @@ class Epochs(ByEpochs):
     """
 
     saved: tuple[str, ...] = (
-        "set_up", "pending", "average", "best", "first", "order", "squares", "targets",
+        "average", "best", "first", "order", "squares", "targets",
         "epoch", "seen", "rows", "total", "largest", "waiting", "projections", "delay", "scale", "without_noise",
         "least", "waited", "end", "cooling",
     )  # fmt: skip
@@ -56,8 +55,8 @@ class Epochs(ByEpochs):
         self.name, self.device, self.expected = choices.name, problem.device, problem.expected_rows
         self.size, self.columns = model.base.shape
         self.choices, self.model, self.block_size, self.checked = choices, model, block_size, checked
-        counted = (f"model.projection.{name}" for name in model.projection.counted)
-        self.saved = (*Epochs.saved, "model.entries", *counted)
+        counted = (f"projection.{name}" for name in model.projection.counted)
+        self.saved = (*Epochs.saved, *(f"model.{name}" for name in (*model.changed, *counted)))
         self.delay = self._next_delay()
         self.projections = self.largest = self.waiting = self.waited = 0
         self.average = self.first = model.base
@@ -68,40 +67,6 @@ class Epochs(ByEpochs):
         self.squares = self.targets = torch.zeros(self.columns, dtype=torch.float64, device=self.device)
         self.estimated: Tensor | None = None  # the estimate, on the CPU, after a step
         self.whole = self.without_noise = False
-
-    # --- what a checkpoint holds of the model ---------------------------------------------------------------
-
-    @property
-    def pending(self) -> dict[str, Tensor]:
-        """Weights of the model, and functions that were added since the last projection."""
-        return self.model.state()
-
-    @pending.setter
-    def pending(self, state: dict[str, Tensor]) -> None:
-        self.model.restore(state)
-
-    @property
-    def set_up(self) -> dict[str, str]:
-        """Facts that the set-up depends on beside problem and choices: free memory, the beginning of a stream."""
-        return {"projection": self.model.projection.kind, "points": self._points}
-
-    @set_up.setter
-    def set_up(self, saved: dict[str, str]) -> None:
-        kind = saved["projection"]
-        if kind != self.model.projection.kind:
-            raise InputError(
-                f"The checkpoint is of a solve with an {kind} projection, and this one's is "
-                f"{self.model.projection.kind}; 'auto' goes by the memory that is free. Choose projection={kind!r}."
-            )
-        if saved["points"] != self._points:
-            raise InputError(
-                f"The checkpoint is of another stream, which differs within the first {len(self.checked[0])} points. "
-                "To go on from a checkpoint, a stream must repeat itself."
-            )
-
-    @cached_property
-    def _points(self) -> str:
-        return tensor_mark(*self.checked)
 
     # --- steps ----------------------------------------------------------------------------------------------
 

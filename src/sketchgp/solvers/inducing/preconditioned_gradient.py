@@ -138,7 +138,10 @@ class Model:
     All weights are float64; kernel entries are evaluated in the dtype of the inputs, products summed in float64.
 
     :param base: ``(m, t)`` weights of the inducing points.
+    :cvar changed: attributes that steps change.
     """
+
+    changed = ("base", "correction", "h", "h_points", "points", "weights", "entries")
 
     def __init__(
         self, problem: InducingPointProblem, directions: Directions, projection: Projection, base: Tensor
@@ -153,26 +156,10 @@ class Model:
 
     def _forget(self) -> None:
         directions, columns = self.directions, self.base.shape[1]
-        self.recent: list[tuple[Tensor, Tensor]] = []  # points of the batches, and their weights
+        self.points, self.weights = list[Tensor](), list[Tensor]()  # of the batches, parts that belong together
         self.correction = self.base.new_zeros(len(directions.factor), columns)  # weights of C
         self.h = torch.zeros_like(self.base)  # recent part and correction, at Z
         self.h_points = None if directions.points is None else torch.zeros_like(self.correction)  # the same at C
-
-    def state(self) -> dict[str, Tensor]:
-        """All that steps change, but for :attr:`entries` and what the projection counts."""
-        tensors = {"base": self.base, "correction": self.correction, "h": self.h}
-        if self.h_points is not None:
-            tensors["h_points"] = self.h_points
-        for number, (points, weights) in enumerate(self.recent):
-            tensors |= {f"points {number}": points, f"weights {number}": weights}
-        return tensors
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Take over the tensors that :meth:`state` returned."""
-        self.base, self.correction, self.h = state["base"], state["correction"], state["h"]
-        self.h_points = state.get("h_points")
-        parts = sum(name.startswith("points ") for name in state)
-        self.recent = [(state[f"points {number}"], state[f"weights {number}"]) for number in range(parts)]
 
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor, step: float, decay: float, last: bool) -> Tensor:
@@ -185,7 +172,7 @@ class Model:
         tall = self._tall(x, self.problem.inducing_points)
         own = tall.own
         g = -y[own]
-        for points, weights in self.recent:
+        for points, weights in zip(self.points, self.weights, strict=True):
             g += self._tall(x, points).own_matmul(weights)
         if directions.points is None:
             weights = self.base + directions.among(self.correction)
@@ -209,7 +196,7 @@ class Model:
         self.h.sub_(gradient, alpha=step).add_(directions.at_inducing @ slowed)
         if self.h_points is not None and directions.at_points is not None:
             self.h_points.sub_(at_points, alpha=step).add_(directions.at_points @ slowed)
-        others = sum(len(points) for points, _ in self.recent) + (0 if directions.points is None else len(at_points))
+        others = sum(len(points) for points in self.points) + (0 if directions.points is None else len(at_points))
         self.entries += len(x) * (len(self.base) + others)
         if not last:
             self._remember(x.clone(), g * -step)  # a batch of a stream is the user's
@@ -221,10 +208,11 @@ class Model:
 
     def _remember(self, x: Tensor, weights: Tensor) -> None:
         """Parts of equal size become one, so that there are few and each point is copied a few times."""
-        self.recent.append((x, weights))
-        while len(self.recent) > 1 and len(self.recent[-1][0]) >= len(self.recent[-2][0]):
-            last, before = self.recent.pop(), self.recent.pop()
-            self.recent.append((torch.cat([before[0], last[0]]), torch.cat([before[1], last[1]])))
+        self.points.append(x)
+        self.weights.append(weights)
+        while len(self.points) > 1 and len(self.points[-1]) >= len(self.points[-2]):
+            for parts in (self.points, self.weights):
+                parts[-2:] = [torch.cat(parts[-2:])]
 
     def _shrink(self, factor: float) -> None:
         self.base *= factor
@@ -232,7 +220,7 @@ class Model:
         self.h *= factor
         if self.h_points is not None:
             self.h_points *= factor
-        for _, weights in self.recent:
+        for weights in self.weights:
             weights *= factor
 
     @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,9 @@ from ..loop import largest_of, require_finite
 from ..recurrence import descend, turn
 from .problem import InducingPointProblem
 
+_TOL = 1e-2  # relative residual of a projection by conjugate gradients
+_RANK = 1000  # the most of their preconditioner, so that memory is linear in m; it is 10 sqrt(m) where that is less
+_ITERATIONS = 200  # the most of a projection; what is short of the tolerance then is noted, and far from it an error
 _FAILED = 0.5  # relative residual above which a projection does more harm than good
 _USUAL_COST = 10  # conjugate gradients of one projection, before the first one is known
 _LEAST_LEVEL = 1e-9  # of a preconditioner's diagonal over the trace of Kzz: its inverse loses digits below
@@ -48,10 +53,10 @@ class Projection:
         """Work, by the names of a report."""
         return {}
 
-    def solve(self, h: Tensor, tol: float = 1.0) -> tuple[Tensor, Tensor]:
+    def solve(self, h: Tensor, tol: float = _TOL) -> tuple[Tensor, Tensor]:
         """theta ``(m, t)``, and ``(Kzz + shift I) theta``, which an inexact solve leaves a little off h.
 
-        :param tol: relative residual of every column, where that is less than the projection's own.
+        :param tol: relative residual of every column.
         """
         raise NotImplementedError
 
@@ -67,30 +72,21 @@ class ExactProjection(Projection):
         self.products = 1
         self.cost = columns / (problem.inducing_points.shape[1] + 10)  # operations, in those of a kernel entry
 
-    def solve(self, h: Tensor, tol: float = 1.0) -> tuple[Tensor, Tensor]:
+    def solve(self, h: Tensor, tol: float = _TOL) -> tuple[Tensor, Tensor]:
         return cholesky_solve(h, self.root), h
 
 
 class InexactProjection(Projection):
-    """Projection by conjugate gradients with an RPCholesky preconditioner, to a tolerance, in O(m rank) memory.
-
-    :param tol: relative residual of every column.
-    :param rank: of the preconditioner.
-    :param max_iterations: the most; what is short of the tolerance then is noted, and far from it an error.
-    """
+    """Projection by conjugate gradients with an RPCholesky preconditioner, to a tolerance, in O(m rank) memory."""
 
     kind = "inexact"
     counted = (*Projection.counted, "solves", "iterations")
 
-    def __init__(
-        self, problem: InducingPointProblem, columns: int, tol: float, rank: int, max_iterations: int, seed: int
-    ) -> None:
+    def __init__(self, problem: InducingPointProblem, columns: int, seed: int) -> None:
         super().__init__(problem, columns)
-        self.tol, self.max_iterations = tol, max_iterations
         self.solves = self.iterations = 0
-        low_rank = rpcholesky(
-            Access(self.matrix), min(rank, problem.m), generator=generator(seed, "preconditioner of projections")
-        )
+        rank, stream = math.ceil(10 * math.sqrt(problem.m)), generator(seed, "preconditioner of projections")
+        low_rank = rpcholesky(Access(self.matrix), min(_RANK, rank, problem.m), generator=stream)
         level = max(self.shift, low_rank.trace / problem.m, _LEAST_LEVEL * self.trace)
         self.preconditioner = LowRankPlusDiagonal(low_rank.factor, torch.full_like(low_rank.residual, level))
 
@@ -102,13 +98,13 @@ class InexactProjection(Projection):
     def tally(self) -> dict[str, float]:
         return {"projection_iterations": self.iterations}
 
-    def solve(self, h: Tensor, tol: float = 1.0) -> tuple[Tensor, Tensor]:
-        norm, tol = h.norm(dim=0), min(tol, self.tol)
+    def solve(self, h: Tensor, tol: float = _TOL) -> tuple[Tensor, Tensor]:
+        norm = h.norm(dim=0)
         value, r = torch.zeros_like(h), h.clone()
         direction, energy, usable = torch.zeros_like(h), torch.ones_like(norm), norm > 0
         self.solves += 1
         active, left = usable, 0.0
-        for _ in range(self.max_iterations):
+        for _ in range(_ITERATIONS):
             z = self.preconditioner.apply_inverse(r)
             following = (r * z).sum(dim=0)
             turn(direction, z, following, energy, usable)
@@ -127,8 +123,8 @@ class InexactProjection(Projection):
                 break
         if not left <= max(_FAILED, tol):
             raise NumericalError(
-                f"The projection does not converge: relative residual {left:.1e} after {self.max_iterations} "
-                "iterations. Raise projection_rank, use float64 data, or projection='exact' if memory allows.",
+                f"The projection does not converge: relative residual {left:.1e} after {_ITERATIONS} "
+                "iterations. Use float64 data, other inducing points, or projection='exact' if memory allows.",
                 see="projection",
             )
         if left > tol:

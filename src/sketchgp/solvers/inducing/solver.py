@@ -87,15 +87,15 @@ class InducingPointSolver(Budgeted):
             error = None if held_out is None else held_out_error(problem, *held_out)
             method = self._method(problem)
             value, report = self._execute(
-                method, self._work(), lambda: (self._checkpoint_marks(problem), {}),
+                method, self._work(), lambda: (self._checkpoint_marks(problem, method), {}),
                 lambda: self._facts(problem, method), progress,
                 began=began, initial=initial, callback=callback, held_out=error, keep_interrupted=True,
             )  # fmt: skip
         conclude(report)
         return Solution(value.reshape(shape), report, problem)
 
-    def _checkpoint_marks(self, problem: InducingPointProblem) -> dict[str, str]:
-        """Return :meth:`_marks` of a problem that can be gone on with."""
+    def _checkpoint_marks(self, problem: InducingPointProblem, method: Any) -> dict[str, str]:
+        """Return :meth:`_marks` of a problem that can be gone on with, and marks of what the set-up found."""
         if problem.streamed:
             require_repeating(problem.first)
         return self._marks(problem)

@@ -81,7 +81,6 @@ class DoublyStochastic(Budgeted):
     :param epochs: the most epochs; None is 10 for tensors, 40 for labels that fit into one batch, 1 for a stream.
     :param max_iterations: the most steps; None for no limit.
     :param step_scale: a factor of the computed step.
-    :param averaging: use an average of the iterates that forgets early ones, instead of the last.
     :param seed: of features and orders of rows.
     """
 
@@ -95,7 +94,6 @@ class DoublyStochastic(Budgeted):
     epochs: int | None = None
     max_iterations: int | None = None
     step_scale: float = 1.0
-    averaging: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -103,7 +101,7 @@ class DoublyStochastic(Budgeted):
             settle(self, count, "num_features", optional=True, least=2)
         settle(self, count, "block_size", optional=True, least=2)
         settle(self, count, "batch_size", "epochs", "max_iterations", optional=True)
-        settle(self, flag, "preconditioned", "averaging")
+        settle(self, flag, "preconditioned")
         settle(self, number, "step_scale", above=0, finite=True)
         settle(self, checks.seed, "seed")
         self._check_budget()

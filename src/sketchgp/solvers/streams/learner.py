@@ -143,7 +143,7 @@ class Learner:
         self.rows += new
         self.visited += which.stop - which.start
         self.place = which.stop % self.total if self.total else which.stop
-        weight = (_RECENT + 1) / (self.steps + _RECENT) if self.choices.averaging and steady is None else 1.0
+        weight = (_RECENT + 1) / (self.steps + _RECENT) if steady is None else 1.0
         self.average.lerp_(self.coefficients * self.decay, weight)
         return f
 

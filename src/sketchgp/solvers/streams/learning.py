@@ -30,9 +30,9 @@ class Learning(ByEpochs):
     :param batch_size: rows of a batch of tensors, at most; :param epochs: the most.
     """
 
-    saved = (
+    saved: tuple[str, ...] = (
         *(f"learner.{name}" for name in (*Learner.counters, *Learner.arrays, "entries")),
-        "labels", "order", "losses", "losses_of_none", "epoch", "seen", "rows", "total", "window",
+        "order", "losses", "losses_of_none", "epoch", "seen", "rows", "total", "window",
     )  # fmt: skip
     letter = "features"
 
@@ -48,7 +48,8 @@ class Learning(ByEpochs):
         super().__init__(problem, generator(choices.seed + learner.steps, "doubly stochastic gradients: rows"), total)
         self.name, self.learner = choices.name, learner
         self.device = learner.coefficients.device
-        if problem.loss != "squared":
+        if isinstance(problem.targets, Labels):
+            self.saved = (*Learning.saved, "problem.targets.classes")
             self.measure = "wrong held-out labels"
         self.choices, self.most = choices, epochs
         learner.begin(*(t for t in (problem.x, problem.y) if torch.is_tensor(t)))
@@ -58,18 +59,6 @@ class Learning(ByEpochs):
         self.window = 0
         self.fetched: list[Tensor] | None = None  # the losses, on the CPU, after a step
         self.ended = False
-
-    # --- what a checkpoint holds of the learner -------------------------------------------------------------
-
-    @property
-    def labels(self) -> list[int]:
-        targets = self.problem.targets
-        return targets.classes if isinstance(targets, Labels) else []
-
-    @labels.setter
-    def labels(self, classes: list[int]) -> None:
-        if isinstance(self.problem.targets, Labels):
-            self.problem.targets.classes = classes
 
     @property
     def size(self) -> int:  # type: ignore[override]
