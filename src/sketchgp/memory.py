@@ -20,9 +20,8 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "_ALLOC
 def available_memory(device: torch.device | str = "cpu") -> int:
     """Memory that is free now on ``device``, in bytes.
 
-    On the CPU the smallest of what the machine has free, what the container's limits leave (cgroups, version 1 and 2)
-    and what the limits of the process leave (``ulimit -v`` and ``-d``).  4 GiB is assumed where the system does not
-    say.
+    On the CPU the smallest of what the machine has free, what the container's limits leave (cgroups of version 2) and
+    what the limits of the process leave (``ulimit -v`` and ``-d``).  4 GiB is assumed where the system does not say.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -65,39 +64,27 @@ def cgroup_memory(process: Path = _SELF) -> int | None:
     :param process: the folder under ``/proc`` whose files ``cgroup`` and ``mountinfo`` say where the groups are.
     """
     left = []
-    for folder, names in _cgroups(process):
-        used = _number(folder / names[-2])
-        limits = [limit for name in names[:-2] if (limit := _number(folder / name)) is not None]
+    for folder in _cgroups(process):
+        used = _number(folder / "memory.current")
+        limits = [limit for name in ("max", "high") if (limit := _number(folder / f"memory.{name}")) is not None]
         if used is not None and limits:
-            left.append(min(limits) - used + _fields(folder / "memory.stat").get(names[-1], 0))
-    least = min(left, default=None)
-    return None if least is None or least >= 2**60 else max(0, least)  # version 1 writes "none" as nearly 2^63
+            left.append(min(limits) - used + _fields(folder / "memory.stat").get("inactive_file", 0))
+    return max(0, min(left)) if left else None
 
 
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = ("memory.max", "memory.high", "memory.current", "inactive_file")
-
-
-def _cgroups(process: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Folders of the groups that limit memory, and their files: the limits, the use, what of it can be dropped."""
-    groups = {}
-    for line in _lines(process / "cgroup"):
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        if not controllers or "memory" in controllers.split(","):
-            groups["cgroup" if controllers else "cgroup2"] = path
+def _cgroups(process: Path) -> Iterator[Path]:
+    """Folders of the groups, of cgroups of version 2, that limit a process."""
+    paths = [line.removeprefix("0::") for line in _lines(process / "cgroup") if line.startswith("0::")]
     for line in _lines(process / "mountinfo"):
         before, _, after = line.partition(" - ")
-        mounted, kind = before.split(), after.split()
-        if len(mounted) < 5 or len(kind) < 3 or kind[0] not in groups:
+        if not paths or not after.startswith("cgroup2 "):
             continue
-        if kind[0] == "cgroup" and "memory" not in kind[2].split(","):
-            continue
-        root, top = (Path(part.replace("\\040", " ")) for part in mounted[3:5])
-        group = Path(groups[kind[0]])
+        root, top = (Path(part.replace("\\040", " ")) for part in before.split()[3:5])
+        group = Path(paths[0])
         inside = group.relative_to(root) if group.is_relative_to(root) else Path()  # else: of another namespace
         folder = top / inside
         for part in (folder, *folder.parents):
-            yield part, _V2 if kind[0] == "cgroup2" else _V1
+            yield part
             if part == top:
                 break
 
