@@ -412,6 +412,31 @@ def test_saved_and_loaded(variance):
         other(TEST)
 
 
+DAMAGED = {
+    "nothing": lambda state: None,
+    "a text": lambda state: "text",
+    "no mark": lambda state: {"tensors": {}},
+    "no tensors": lambda state: {**state, "tensors": None},
+    "a mark alone": lambda state: {"learned": "x"},
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_state_is_refused(kind):
+    model, loaded = gp(), gp()
+    model.learn(X, Y)
+    state = {**model.state_dict(), "_extra_state": DAMAGED[kind](model.get_extra_state())}
+
+    def used():
+        loaded.load_state_dict(state)
+        return loaded(TEST)
+
+    with pytest.raises(
+        InputError, match=r"^RandomFeatureGP: the extra state expects what get_extra_state\(\) returned"
+    ):
+        used()
+
+
 LABELS = (Y > 0.8).long()
 KINDS = {  # the same labels as people have them, and the classes then
     "list": (lambda some: some.tolist(), [0, 1]),

@@ -164,7 +164,10 @@ class Streamed:
         :raises InputError: where the model has changed since.
         """
         if self._loaded is not None and self._learner is None:
-            self._learner = self._restored(self._loaded)
+            try:
+                self._learner = self._restored(self._loaded)
+            except (AttributeError, IndexError, KeyError, TypeError) as error:
+                raise self._refusal(self._loaded) from error
             self._loaded = None
         if self._learner is not None and self._learned != self._mark():
             raise InputError(
@@ -229,9 +232,15 @@ class Streamed:
         return {"learned": self._learned, "tensors": tensors, "numbers": numbers, **steps, "own": self._own_state()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
+        """:raises InputError: for what :meth:`get_extra_state` cannot have returned."""
+        if not isinstance(state, dict) or not isinstance(state.get("learned"), str):
+            raise self._refusal(state)
         self.forget()
         if state["learned"]:
             self._loaded, self._learned = state, state["learned"]
+
+    def _refusal(self, state: Any) -> InputError:
+        return checks.refusal(type(self).__name__, "the extra state", "what get_extra_state() returned", state)
 
     def _restored(self, state: dict[str, Any]) -> Learner:
         """Return the learner of a state, once kernel and everything else exist.
