@@ -123,7 +123,6 @@ def test_accurate_product_by_blocks_of_rows(monkeypatch):
 def test_float32_kernel_matrix_is_read_in_float64():
     access = Access(_kernel_matrix(torch.float32))
     assert access.exact
-    assert access.source_dtype == torch.float32
     assert access.resolution == torch.finfo(torch.float64).eps
     expected = dense(_kernel().double(), points(N, dtype=torch.float32).double())
     assert relative(access.columns(torch.arange(N)), expected) < 1e-13

@@ -205,30 +205,15 @@ class ShardedRows:
     ``F @ c`` and ``F.mT @ v`` are whole on every rank, ``(n, t)`` and ``(r, t)``; the first sends n t numbers, the
     second r t.  Leading dimensions of c and v are kept.
 
-    :param own: ``(h, r)``, the rows of this rank, ``shards.span(n)``.
+    :param own: ``(h, r)``, the rows of this rank.
+    :ivar span: which these are.
     """
 
     requires_grad = False
 
     def __init__(self, own: Tensor, n: int, shards: Shards) -> None:
-        self.own, self.n, self.shards = own, n, shards
-
-    @property
-    def span(self) -> slice:
-        """Rows that this rank holds."""
-        return self.shards.span(self.n)
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.n, self.own.shape[1]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.own.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.own.device
+        self.own, self.n, self.shards, self.span = own, n, shards, shards.span(n)
+        self.shape, self.dtype, self.device = torch.Size((n, own.shape[1])), own.dtype, own.device
 
     @property
     def mT(self) -> Transposed:

@@ -119,35 +119,20 @@ class Access:
 
     :param operator: the matrix; a ``KernelMatrix`` is evaluated in float64, others in their own dtype and then
         converted.
+    :ivar n: number of rows.
+    :ivar resolution: relative size of the rounding errors in the entries.
     """
 
     def __init__(self, operator: LinearOperator) -> None:
-        self.source, self.source_dtype = operator, operator.dtype
-        self.exact = isinstance(operator, KernelMatrix)
+        self.source, self.exact = operator, isinstance(operator, KernelMatrix)
         self.operator = operator.type(torch.float64) if self.exact else operator.evaluate_kernel()
+        self.n, self.batch_shape, self.device = operator.shape[-1], operator.batch_shape, operator.device
+        self.resolution: float = torch.finfo(torch.float64 if self.exact else operator.dtype).eps
 
     @classmethod
     def stored(cls, matrix: Tensor) -> Access:
         """Return access to a dense symmetric tensor ``(..., n, n)``."""
         return cls(DenseLinearOperator(matrix))
-
-    @property
-    def n(self) -> int:
-        """Number of rows."""
-        return self.operator.shape[-1]
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return self.operator.batch_shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.operator.device
-
-    @property
-    def resolution(self) -> float:
-        """Relative size of the rounding errors in the entries."""
-        return torch.finfo(torch.float64 if self.exact else self.source_dtype).eps
 
     def diagonal(self) -> Tensor:
         """``(..., n)``."""

@@ -290,6 +290,8 @@ class FastTiles:
     :param same: whether x1 and x2 are the same points: distances on the diagonal are then exactly 0.
     :param coincident: ``(2, p)`` rows and columns of further pairs at distance exactly 0, each once; or a number k,
         where these are all ``(i, i + k)``.
+    :ivar single: whether the kernel is one function of one distance times a scale.
+    :ivar outputscale: factor that the tiles still lack, ``()`` or ``(B, 1, 1)``; None where they are complete.
     """
 
     def __init__(
@@ -313,16 +315,8 @@ class FastTiles:
         self._taken = 0
         scaled = [self.coefficients[..., t] * gain for t, gain in enumerate(self.gains)]
         self.weights = [c.reshape(*self.batch, 1, 1) if len(self.batch) else c for c in scaled]
-
-    @property
-    def single(self) -> bool:
-        """Return whether the kernel is one function of one distance times a scale."""
-        return self.expression.terms == ((0,),)
-
-    @property
-    def outputscale(self) -> Tensor | None:
-        """Factor that the tiles still lack, ``()`` or ``(B, 1, 1)``; None where they are complete."""
-        return self.weights[0] if self.single else None
+        self.single = expression.terms == ((0,),)
+        self.outputscale = self.weights[0] if self.single else None
 
     def take(self, rows: slice, columns: slice) -> Tensor:
         """A buffer of a tile's shape, free until the next tile."""

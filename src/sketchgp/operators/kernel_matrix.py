@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..row_sources import RowSource
 from .centre import Centre
 from .engines import TILED, check_able, check_choice
-from .expression import Expression, recognise
+from .expression import recognise
 from .first_order import first_order
 from .generic_tiles import diagonal, is_plain, parameters_of, real, settle
 from .lazies import without_keops
@@ -41,19 +41,24 @@ class KernelMatrix(LinearOperator):
     :param x2: ``(..., m, d)`` inputs.
     :param parameters: the kernel's parameters, with respect to which it is differentiated.
     :param options: the other arguments of :class:`~sketchgp.operators.pairs.Pairs`: kernel, engine and others.
+    :ivar pairs: the :class:`~sketchgp.operators.pairs.Pairs`, whose attributes of the same names are those of the
+        operator.
     """
 
     def __init__(self, x1: Tensor, x2: Tensor, *parameters: Tensor, **options: Any) -> None:
-        self.pairs = Pairs(x1, x2, parameters, **options)
-        super().__init__(x1, x2, *parameters, **self.pairs.options)
+        self._hold(Pairs(x1, x2, parameters, **options))
 
     @classmethod
     def on(cls, pairs: Pairs) -> KernelMatrix:
         """Return the operator of given pairs, with what they remember."""
         matrix = cls.__new__(cls)
-        matrix.pairs = pairs
-        LinearOperator.__init__(matrix, *pairs.tensors, **pairs.options)
+        matrix._hold(pairs)
         return matrix
+
+    def _hold(self, pairs: Pairs) -> None:
+        super().__init__(*pairs.tensors, **pairs.options)
+        self.pairs, self.x1, self.x2, self.parameters = pairs, pairs.x1, pairs.x2, pairs.parameters
+        self.kernel, self.expression, self.same, self.engine = pairs.kernel, pairs.expression, pairs.same, pairs.engine
 
     @classmethod
     def of(
@@ -102,36 +107,7 @@ class KernelMatrix(LinearOperator):
             settle(kernel, x1, x2)
         return matrix
 
-    # --- the pairs ------------------------------------------------------------------------------------------
-
-    @property
-    def x1(self) -> Tensor:
-        return self.pairs.x1
-
-    @property
-    def x2(self) -> Tensor:
-        return self.pairs.x2
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return self.pairs.parameters
-
-    @property
-    def kernel(self) -> Kernel:
-        return self.pairs.kernel
-
-    @property
-    def expression(self) -> Expression | None:
-        """The kernel as a sum of products of profiles; None where it is called as it is."""
-        return self.pairs.expression
-
-    @property
-    def same(self) -> bool:
-        return self.pairs.same
-
-    @property
-    def engine(self) -> str:
-        return self.pairs.engine
+    # --- the same kernel otherwise --------------------------------------------------------------------------
 
     def at(self, x1: Tensor, x2: Tensor, same: bool = False, centre: Centre | None = None) -> KernelMatrix:
         """Return the operator of other points ``(..., n, d)`` and ``(..., m, d)`` with the same kernel, whose active

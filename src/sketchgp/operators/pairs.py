@@ -49,6 +49,9 @@ class Pairs:
     :param shards: ranks that products are shared out to (:mod:`.products`); None for those of the present block.
     :param asked: whether the user chose the engine, which must then not be replaced; None unless it is ``"auto"``.
     :param form: expression and batch shape of the kernel where other pairs have found them; None to look at it.
+    :ivar tensors: x1, x2 and the parameters.
+    :ivar flat_batch: ``()``, or the number of matrices in the batch ``(B,)``.
+    :ivar compute_dtype: of the arithmetic: float32 for half-precision inputs and parameters.
     :ivar expression: the kernel as a sum of products of profiles; None where it is called as it is.
     :ivar coincident: ``(2, p)`` rows and columns of pairs that are one point, where x1 is not x2; None where unknown.
     :ivar whole: for some rows and columns of other pairs, those pairs and the rows, ``(r,)``; None for all rows.
@@ -86,12 +89,14 @@ class Pairs:
         self.layout: Any = None
         self.stores = True
         self.compared: Shards | None = None
-        self.dtype = x1.dtype
+        self.tensors, self.device, self.dtype = (x1, x2, *self.parameters), x1.device, x1.dtype
         for parameter in self.parameters:
             self.dtype = torch.promote_types(self.dtype, parameter.dtype)
+        self.compute_dtype = torch.float32 if self.dtype in _HALF else self.dtype
         batches = {*filter(len, (x1.shape[:-2], x2.shape[:-2], self.form[1]))}  # broadcasting takes as long as a tile
         batch = torch.broadcast_shapes(*batches) if batches else ()
-        self.shape = torch.Size((*batch, x1.shape[-2], x2.shape[-2]))
+        self.batch_shape, self.shape = torch.Size(batch), torch.Size((*batch, x1.shape[-2], x2.shape[-2]))
+        self.flat_batch = torch.Size((self.batch_shape.numel(),) if batch else ())
         self._memory = Memory()
 
     @property
@@ -100,33 +105,10 @@ class Pairs:
         return {name: getattr(self, name) for name in _OPTIONS}
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """x1, x2 and the parameters."""
-        return (self.x1, self.x2, *self.parameters)
-
-    @property
     def sources(self) -> list[RowSource]:
         """Sides that are read as they are needed; none where x1 and x2 are tensors."""
         sides: tuple[Any, ...] = (self.x1, self.x2)
         return [x for x in sides if isinstance(x, RowSource)]
-
-    @property
-    def device(self) -> torch.device:
-        return self.x1.device
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return self.shape[:-2]
-
-    @property
-    def flat_batch(self) -> torch.Size:
-        """``()``, or the number of matrices in the batch ``(B,)``."""
-        return torch.Size((self.batch_shape.numel(),)) if len(self.batch_shape) else torch.Size()
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Dtype of the arithmetic: float32 for half-precision inputs and parameters."""
-        return torch.float32 if self.dtype in _HALF else self.dtype
 
     def ranks(self) -> Shards | None:
         """Return the ranks that products are shared out to now; None for this process alone."""

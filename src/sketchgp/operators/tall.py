@@ -88,19 +88,8 @@ class TallMatrix:
         self.known: Known | None = None  # the same, of points that are some of another matrix'
         self._right: Tensor | None = None
         self._centre = Centre(self._selected(z))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.x), len(self.z)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the entries."""
-        return torch.float64 if self._accurate else self.x.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
+        self.shape, self.device = (len(x), len(z)), x.device
+        self.dtype = torch.float64 if accurate else x.dtype  # of the entries
 
     def accurate(self) -> TallMatrix:
         """Return T with float64 entries."""
@@ -274,11 +263,7 @@ class NormalMatrix:
 
     def __init__(self, kzz: Tensor | KernelMatrix, tall: TallMatrix, level: float) -> None:
         self.kzz, self.tall, self.level = kzz, tall, level
-        self.memory = Memory()
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.tall.shape[1], self.tall.shape[1]
+        self.shape, self.memory = (tall.shape[1], tall.shape[1]), Memory()
 
     @torch.no_grad()
     def kzz_matmul(self, rhs: Tensor) -> Tensor:
