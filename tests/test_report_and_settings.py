@@ -189,8 +189,7 @@ def test_available_memory():
 
 
 def test_memory_budget_in_force():
-    with settings.memory_budget(1000) as budget:
-        assert budget.budget == 1000
+    with settings.memory_budget(1000):
         assert settings.memory_budget.value() == 1000
         with settings.memory_budget(10):
             assert settings.memory_budget.value() == 10

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -291,6 +291,8 @@ def merged(reports: Sequence[SolveReport]) -> SolveReport:
     worst = next((report for report in reports if not report.converged), reports[0])
     rows = max(len(report.history) for report in reports)
     counted = [report.n for report in reports if report.n is not None]
+    bounds = ("deviations", "variance_error", "error_bound", "certain_deviations", "quadratic_bounds")
+    together: dict[str, Any] = {name: _together([getattr(report, name) for report in reports]) for name in bounds}
     return replace(
         worst,
         size=max(report.size for report in reports),
@@ -302,14 +304,10 @@ def merged(reports: Sequence[SolveReport]) -> SolveReport:
         seconds=sum(report.seconds for report in reports),
         setup_seconds=sum(report.setup_seconds for report in reports),
         peak_memory=max(report.peak_memory for report in reports),
-        deviations=_together([report.deviations for report in reports]),
-        variance_error=_together([report.variance_error for report in reports]),
-        error_bound=_together([report.error_bound for report in reports]),
-        certain_deviations=_together([report.certain_deviations for report in reports]),
-        quadratic_bounds=_together([report.quadratic_bounds for report in reports]),
         held_out=[],
         details={k: v for k, v in worst.details.items() if all(one.details.get(k) == v for one in reports)},
         notes=list(dict.fromkeys(note for report in reports for note in report.notes)),
+        **together,
     )
 
 

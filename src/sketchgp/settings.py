@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from types import TracebackType
-from typing import Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -16,13 +15,30 @@ from .memory import available_memory
 SHARE = 4  # of the free memory, one stored matrix may take one part in so many
 Variance = Literal["auto", "exact", "samples", "low_rank"]
 VARIANCES: tuple[str, ...] = get_args(Variance)
-_variances: ContextVar[tuple[str, ...]] = ContextVar("sketchgp_variances", default=())
-_budgets: ContextVar[tuple[int, ...]] = ContextVar("sketchgp_memory_budgets", default=())
 Agreement = Callable[[int, bool, torch.device], int]
 _agreement: ContextVar[Agreement | None] = ContextVar("sketchgp_agreed_budgets", default=None)
 
 
-class memory_budget(AbstractContextManager):
+class _Setting(AbstractContextManager):
+    """Base class of settings: blocks whose value holds for the thread that opened them, the innermost first.
+
+    :cvar values: of the blocks that are open.
+    """
+
+    values: ClassVar[ContextVar[tuple[Any, ...]]]
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __enter__(self) -> _Setting:
+        self.values.set((*self.values.get(), self._value))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.values.set(self.values.get()[:-1])
+
+
+class memory_budget(_Setting):
     """Bytes that one stored matrix (a dense kernel matrix, or a low-rank factor) may take.
 
     Without it, each may take a quarter of the memory that is free on its device.  It decides whether
@@ -34,22 +50,15 @@ class memory_budget(AbstractContextManager):
     :raises InputError: for anything else.
     """
 
+    values = ContextVar("sketchgp_memory_budgets", default=())
+
     def __init__(self, budget: int) -> None:
-        self.budget = int(number("memory_budget", "budget", budget, least=1, finite=True))
-
-    def __enter__(self) -> memory_budget:
-        _budgets.set((*_budgets.get(), self.budget))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _budgets.set(_budgets.get()[:-1])
+        super().__init__(int(number("memory_budget", "budget", budget, least=1, finite=True)))
 
     @classmethod
     def value(cls, device: torch.device | str = "cpu") -> int:
         """The budget in force, in bytes."""
-        budgets, agreement = _budgets.get(), _agreement.get()
+        budgets, agreement = cls.values.get(), _agreement.get()
         budget = budgets[-1] if budgets else available_memory(device) // SHARE
         return budget if agreement is None else agreement(budget, not budgets, torch.device(device))
 
@@ -74,7 +83,7 @@ def agreeing_on_budgets(agreement: Agreement) -> Iterator[None]:
         _agreement.reset(token)
 
 
-class variance(AbstractContextManager):
+class variance(_Setting):
     """Compute variances of accelerated models inside the block by one method, whatever ``accelerate`` was told.
 
     It holds for the thread that opened it, and for what is read later of a prediction that was made inside.  Covariance
@@ -97,17 +106,10 @@ class variance(AbstractContextManager):
     :raises InputError: for anything else.
     """
 
+    values = ContextVar("sketchgp_variances", default=())
+
     def __init__(self, method: Variance) -> None:
-        self.method = word("variance", "method", method, VARIANCES)
-
-    def __enter__(self) -> variance:
-        _variances.set((*_variances.get(), self.method))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _variances.set(_variances.get()[:-1])
+        super().__init__(word("variance", "method", method, VARIANCES))
 
     @classmethod
     def value(cls, otherwise: str) -> str:
@@ -115,5 +117,5 @@ class variance(AbstractContextManager):
 
         :param otherwise: that of a model, where there is none.
         """
-        methods = _variances.get()
+        methods = cls.values.get()
         return methods[-1] if methods else otherwise

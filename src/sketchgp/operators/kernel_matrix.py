@@ -46,16 +46,17 @@ class KernelMatrix(LinearOperator):
     """
 
     def __init__(self, x1: Tensor, x2: Tensor, *parameters: Tensor, **options: Any) -> None:
-        self._hold(Pairs(x1, x2, parameters, **options))
+        self.hold(Pairs(x1, x2, parameters, **options))
 
     @classmethod
     def on(cls, pairs: Pairs) -> KernelMatrix:
         """Return the operator of given pairs, with what they remember."""
         matrix = cls.__new__(cls)
-        matrix._hold(pairs)
+        matrix.hold(pairs)
         return matrix
 
-    def _hold(self, pairs: Pairs) -> None:
+    def hold(self, pairs: Pairs) -> None:
+        """Become the operator of given pairs."""
         super().__init__(*pairs.tensors, **pairs.options)
         self.pairs, self.x1, self.x2, self.parameters = pairs, pairs.x1, pairs.x2, pairs.parameters
         self.kernel, self.expression, self.same, self.engine = pairs.kernel, pairs.expression, pairs.same, pairs.engine

@@ -35,7 +35,11 @@ class PreconditionerCache:
     _held = False  # whether pivots stay, however far hyperparameters move
 
     def __init__(self, choice: Preconditioner) -> None:
-        self.__setstate__({"choice": choice})
+        self.choice, self.selections, self._lock = choice, 0, threading.RLock()
+        self._forget()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.choice,)
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -62,14 +66,6 @@ class PreconditionerCache:
             self._selection: Selection | None = None
             self._built: LowRankPlusDiagonal | None = None
             self._moving: MovingFactor | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"choice": self.choice}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.choice = state["choice"]
-        self._lock, self.selections = threading.RLock(), 0
-        self._forget()
 
     def get(self, operator: Any, noise: Tensor, differentiable: bool = False) -> LowRankPlusDiagonal:
         """Return the preconditioner of ``operator + diag(noise)``.
