@@ -128,7 +128,8 @@ def test_the_step_of_small_and_large_batches():
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_projections_agree(name):
+def test_projections_agree(name, monkeypatch):
+    monkeypatch.setattr(projection, "_RANK", 20)
     problem = _problem(100, 100, name)
     h = normal(100, 3, seed=5)
     h = _dense(problem.kernel, problem.inducing_points, problem.inducing_points) @ h
