@@ -227,7 +227,7 @@ def test_the_best_of_several_corrections_is_returned(monkeypatch):
 
     def kept(self, value, residual):
         found.append(residual)
-        keep(self, value, residual)
+        return keep(self, value, residual)
 
     monkeypatch.setattr(refinement.Refinement, "keep", kept)
     problem = _problem(n=200, dtype=torch.float32, lengthscale=2.0, noise=3e-6)
@@ -236,12 +236,11 @@ def test_the_best_of_several_corrections_is_returned(monkeypatch):
     assert len(found) > 2
     assert bool((solution.report.residual <= least).all())
     torch.testing.assert_close(solution.report.residual, _residual(problem, solution.value), rtol=1e-3, atol=0)
-    method = SimpleNamespace(r=torch.zeros(3, 2), best=torch.zeros(0, 2), best_true=torch.ones(2))
-    keep(method, torch.full((3, 2), 5.0), torch.tensor([0.5, 2.0], dtype=torch.float64))
-    now = torch.full((3, 2), 7.0), torch.tensor([0.6, 0.9], dtype=torch.float64)
-    value, residual, earlier = refinement.Refinement.best_of(method, *now)
-    assert value.tolist() == [[5.0, 7.0]] * 3
-    assert residual.tolist() == [0.5, 0.9] and earlier == 1
+    method = SimpleNamespace(best=torch.zeros(3, 2), best_true=torch.ones(2))
+    assert keep(method, torch.full((3, 2), 5.0), torch.tensor([0.5, 2.0])) == 1
+    assert keep(method, torch.full((3, 2), 7.0), torch.tensor([0.6, 0.9])) == 1
+    assert method.best.tolist() == [[5.0, 7.0]] * 3
+    torch.testing.assert_close(method.best_true, torch.tensor([0.5, 0.9]))
 
 
 def test_the_plateau_of_float64():

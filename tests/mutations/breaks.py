@@ -387,8 +387,8 @@ BREAKS = (
         "a checkpoint of another problem is taken",
     ),
     Break(
-        "if self.errors and not self.always and self.entries > _SHARE * entries:",
-        "if self.errors and self.entries > _SHARE * entries:",
+        "spare = not self.errors or method.judges_held_out or self.entries <= _SHARE * method.entries",
+        "spare = not self.errors or self.entries <= _SHARE * method.entries",
         EIGENPRO,
         "epochs are judged by an old held-out error",
     ),
@@ -519,13 +519,13 @@ BREAKS = (
         "the origin is zeroed while it is subtracted",
     ),
     Break(
-        "return Outcome(self.space.whole(self.value), self.residual, within and self.sample is None, reason, facts)",
-        "return Outcome(self.space.whole(self.value), self.residual, within, reason, facts)",
+        "return Outcome(value, self.residual, within and self.sample is None, reason, facts)",
+        "return Outcome(value, self.residual, within, reason, facts)",
         BLOCKWISE_RUN,
         "a sample of rows is called convergence",
     ),
     Break(
-        "better = residual < self.best_true",
+        "better = residual <= self.best_true",
         "better = residual > self.best_true",
         BLOCKWISE_RUN,
         "the worst iterate is kept for the best",

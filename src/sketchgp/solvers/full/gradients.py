@@ -56,15 +56,17 @@ class Gradients(Cycles):
     :param goal: energies that every column is to come to beside the tolerance, which is a residual then.
     :param followed: points for ``tol="posterior"``; None for some of the system's own.
     :param lanczos_columns: columns whose coefficients are kept, and with ``keep_vectors`` their Lanczos vectors.
+
+    :ivar bounds: that are certain of the best value, ``(3, ..., t)``.
     """
 
     name = "ConjugateGradients"
     saved = (
         "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact",
-        "system.products", "cycling", "verified", "_bounds", "_unbounded", "index", "s", "d", "p", "sz", "active",
+        "system.products", "cycling", "verified", "bounds", "index", "s", "d", "p", "sz", "active",
         "target", "least_target", "least", "steps", "lanczos.coefficients", "warm", "predictions_seen",
     )  # fmt: skip
-    vectors = ("value", "r", "best", "_unbounded", "s", "d", "p")
+    vectors = ("value", "r", "best", "s", "d", "p")
 
     def __init__(
         self,
@@ -103,9 +105,8 @@ class Gradients(Cycles):
         self.factorized = False
         self.steps = 0  # of the cycle
         self.warm = False
-        self._unbounded: Tensor | None = None  # residual of the best value, while its bounds are not worked out
         none = self.norm[..., :0]
-        self._bounds = self.sz = self.target = self.least_target = self.least = none
+        self.sz = self.target = self.least_target = self.least = none
         self.open_columns: Tensor | None = None  # columns of the cycle that have not ended, on the CPU, once known
         self.s = self.d = self.p = self.b[..., :0]
         self.active, self.index = none > 0, torch.arange(0)
@@ -178,7 +179,7 @@ class Gradients(Cycles):
         self.taken = self.space.dot(self.value, self.b + self.r)
         self.residual = self.rounded_residual = self.current = self.space.norm(self.r) / self.norm
         self.best, self.best_residual = self.value.clone(), self.residual
-        self._unbounded = self.r
+        self.bounds = self._bounds_of(self.best, self.r)
         self.before, self.cycling = torch.full_like(self.residual, torch.inf), False
         if self.predictions is not None:
             self.predictions.begin(self.residual)
@@ -405,24 +406,10 @@ class Gradients(Cycles):
         self.finite(residual)
         self.rounded_residual = residual[..., :width]
         better = (self.rounded_residual <= self.best_residual) | self.by_energy  # a goal is judged of the latest
-        if bool(better.all()):
-            self._unbounded = r[..., :width]
-        else:
-            self.bounds = torch.where(better, self._bounds_of(rounded, r[..., :width]), self.bounds)
+        self.bounds = torch.where(better, self._bounds_of(rounded, r[..., :width]), self.bounds)
         self.best = torch.where(better.unsqueeze(-2), rounded, self.best)
         self.best_residual = torch.where(better, self.rounded_residual, self.best_residual)
         self.residual, self.r = residual[..., -width:], r[..., -width:].contiguous()
-
-    @property
-    def bounds(self) -> Tensor:
-        """Bounds that are certain of the best value, ``(3, ..., t)``, worked out when they are asked for."""
-        if self._unbounded is not None:
-            self.bounds = self._bounds_of(self.best, self._unbounded)
-        return self._bounds
-
-    @bounds.setter
-    def bounds(self, bounds: Tensor) -> None:
-        self._bounds, self._unbounded = bounds, None
 
     def _bounds_of(self, value: Tensor, r: Tensor) -> Tensor:
         """Bound a value by its residual; infinite where nothing is certain."""

@@ -126,7 +126,7 @@ class Refinement(Refined):
     :ivar verify_after: rows before the true residual is looked at again, after ``failures`` times in vain.
     :ivar shrunk: number of times that the step was made smaller.
     :ivar window_rows: rows since the last estimate, ``window_squares`` (t,) their squared residuals.
-    :ivar best: the value with the least true residuals ``best_true`` (t,) known; without columns while that is zero.
+    :ivar best: the value with the least true residuals ``best_true`` (t,) known, rounded as it would be returned.
     :ivar true: the true residuals (t,) when all rows were last looked at and found above the tolerance;
         ``fruitless`` of the ``corrections`` in a row did not help.
     :ivar least: the least estimate; ``lowest`` the least that was clearly below those before, at row ``lowest_at``.
@@ -189,12 +189,12 @@ class Refinement(Refined):
 
     def begin(self, initial: Tensor | None) -> Tensor:
         self.base = torch.zeros_like(self.b) if initial is None else self.space.own(initial).to(torch.float64).clone()
-        self.r, rounded, value = self.b, self.b, self.base[:, :0]
+        self.r, rounded, self.best = self.b, self.b, self.base
         if initial is not None:
-            self.r, rounded, value = self._residuals(self.base)
+            self.r, rounded, self.best = self._residuals(self.base)
         self.system.entries = 0  # a warm start is not charged for
         self.first = self.estimated = self.relative(self.r)
-        self.best, self.best_true = value.to(torch.float64), self.relative(rounded)
+        self.best_true = self.relative(rounded)
         self.true, self.window_squares = self.first.clone(), torch.zeros_like(self.norm)
         self.method.begin(self.b.shape[1])
         return self.first
@@ -312,15 +312,10 @@ class Refinement(Refined):
 
     def _residuals(self, exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``y - (K + noise) W`` for an iterate W and for W rounded as it would be returned, and the rounded W."""
-        value = exact.to(self.out_dtype)
-        if self.out_dtype == torch.float64:
-            r = self.b - self._accurate_product(exact)
-            return r, r, value
-        product = self._accurate_product(torch.cat([exact, value.to(torch.float64)], dim=1))
-        return self.b - product[:, : self.b.shape[1]], self.b - product[:, self.b.shape[1] :], value
-
-    def _accurate_product(self, vectors: Tensor) -> Tensor:
-        return self.space.product(self.system.accurate_product, vectors)
+        rounded = exact.to(self.out_dtype).to(torch.float64)
+        both = exact if self.out_dtype == torch.float64 else torch.cat([exact, rounded], dim=1)
+        parts = self.space.product(self.system.accurate_product, both).split(exact.shape[1], dim=1)
+        return self.b - parts[0], self.b - parts[-1], rounded
 
     def _verify(self) -> None:
         """End if the true residual is at the tolerance; else aim lower."""
@@ -336,35 +331,22 @@ class Refinement(Refined):
             self.failures, self.true = self.failures + 1, true
             self.verify_after = self.rows_seen + self.size * 2 ** min(self.failures, 6)
 
-    def keep(self, value: Tensor, residual: Tensor) -> None:
-        """Remember the columns of a value whose true residuals are the least so far."""
-        better = residual < self.best_true
-        if bool(better.any()):
-            best = self.best if self.best.numel() else torch.zeros_like(self.r)
-            self.best = torch.where(better.to(best.device), value.to(torch.float64), best)
-            self.best_true = torch.where(better, residual, self.best_true)
-
-    def best_of(self, value: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Replace columns of a value by the best known where these are better.
-
-        :returns: the value, its true residuals, and how many columns were replaced.
-        """
-        worse = residual > self.best_true
-        if not bool(worse.any()):
-            return value, residual, 0
-        best = self.best if self.best.numel() else torch.zeros_like(self.r)
-        value = torch.where(worse.to(best.device), best.to(value.dtype), value)
-        return value, torch.where(worse, self.best_true, residual), int(worse.sum())
+    def keep(self, value: Tensor, residual: Tensor) -> int:
+        """Remember the columns of a value whose true residuals are the least so far; return how many others are."""
+        better = residual <= self.best_true
+        self.best = torch.where(better.to(value.device), value, self.best)
+        self.best_true = torch.where(better, residual, self.best_true)
+        return int((~better).sum())
 
     def _settle(self, value: Tensor, r: Tensor) -> None:
         """Return a value, or where they are better the best columns known, and what is certain of it.
 
         :param r: its residual.
         """
-        self.value, self.residual, self.earlier_columns = self.best_of(value, self.relative(r))
+        self.earlier_columns = self.keep(value, self.relative(r))
+        self.value, self.residual = self.best, self.best_true
         if not self.earlier_columns:
-            certificate = Certificate(self.system, None, space=self.space)
-            self.certain = certificate.of(self.b, value.to(torch.float64), r)
+            self.certain = Certificate(self.system, None, space=self.space).of(self.b, value, r)
 
     def _refine(self) -> None:
         """Go on from the true residual; end where that has not helped any column several times."""
@@ -394,7 +376,7 @@ class Refinement(Refined):
         return self._outcome(reason)
 
     def give_up(self, reason: Reason) -> Outcome:
-        self.value, self.residual, self.sample = self.iterate().to(self.out_dtype), self.estimated, 0
+        self.value, self.residual, self.sample = self.iterate(), self.estimated, 0
         self.notes.append("interrupted again: the residual is what the last steps estimated")
         return self._outcome(reason)
 
@@ -415,7 +397,8 @@ class Refinement(Refined):
             "dtype": str(self.system.dtype).removeprefix("torch."),
             "preconditioner": self.method.describe(),
         }
-        return Outcome(self.space.whole(self.value), self.residual, within and self.sample is None, reason, facts)
+        value = self.space.whole(self.value.to(self.out_dtype))
+        return Outcome(value, self.residual, within and self.sample is None, reason, facts)
 
     def _look(self, quick: bool) -> None:
         """Find the residual of the iterate that will be returned."""
@@ -424,9 +407,9 @@ class Refinement(Refined):
             _, rounded, value = self._residuals(self.iterate())
             self._settle(value, rounded)
             return
-        self.value = self.iterate().to(self.out_dtype)
+        self.value = self.iterate().to(self.out_dtype).to(torch.float64)
         rows = torch.randperm(n, generator=generator(n, "rows of a residual"))[:_SAMPLE].to(self.b.device)
-        r = self.system.residual(rows, self.value.to(torch.float64), self.b, accurate=True)
+        r = self.system.residual(rows, self.value, self.b, accurate=True)
         residual = (r * (n / len(rows)) ** 0.5).norm(dim=0) / self.norm
         self.residual, self.sample = self.finite(residual.cpu()), len(rows)
         self.notes.append(f"residual estimated from {len(rows)} random rows, in float64")

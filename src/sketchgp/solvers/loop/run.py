@@ -57,8 +57,8 @@ class HeldOut:
 class Watcher:
     """Held-out errors as a solve goes on."""
 
-    def __init__(self, held_out: HeldOut | None, always: bool) -> None:
-        self.held_out, self.always = held_out, always
+    def __init__(self, held_out: HeldOut | None) -> None:
+        self.held_out = held_out
         self.errors: list[HeldOutError] = []
         self.earlier = 0.0  # entries evaluated before the solve was resumed
 
@@ -72,19 +72,19 @@ class Watcher:
         """Kernel entries evaluated for held-out predictions so far."""
         return self.earlier + (0.0 if self.held_out is None else self.held_out.entries)
 
-    def look(self, weights: Tensor, entries: float, passes: float, seconds: float) -> Tensor | None:
-        """Return the error now, or the one before where computing it again would take too much of the time."""
-        if self.errors and not self.always and self.entries > _SHARE * entries:
-            return self.errors[-1].error
-        return self.last_look(weights, passes, seconds)
+    def look(self, method: Method, seconds: float, last: Tensor | None = None) -> Tensor | None:
+        """Return the error now, or the one before where computing it again would take too much of the time.
 
-    def last_look(self, weights: Tensor, passes: float, seconds: float) -> Tensor | None:
-        """Return the error now; None where there are no held-out points."""
+        :param last: the weights that the solve ends with; None while it goes on.
+        :returns: None where there are no held-out points.
+        """
         if self.held_out is None:
             return None
-        error = self.held_out(weights)
-        self.errors.append(HeldOutError(passes, seconds, error))
-        return error
+        spare = not self.errors or method.judges_held_out or self.entries <= _SHARE * method.entries
+        if last is not None or spare:
+            error = self.held_out(method.weights() if last is None else last)
+            self.errors.append(HeldOutError(method.passes, seconds, error))
+        return self.errors[-1].error
 
 
 class DeferredInterrupt:
@@ -142,7 +142,7 @@ class Run:
     ) -> None:
         self.method, self.most_work, self.most_seconds = method, most_work, most_seconds
         self.initial, self.callback, self.checkpoint, self.raising = initial, callback, checkpoint, not keep_interrupted
-        self.watcher = Watcher(held_out, method.judges_held_out)
+        self.watcher = Watcher(held_out)
         self.history: list[Tensor] = []
         self.reason: Reason | None = None
         self.judged: Reason | None = None  # what the method said of the last window
@@ -195,7 +195,7 @@ class Run:
                 if self.shards is not None:
                     outcome.value = self.shards.same(outcome.value)
                 if not interrupt.seen:
-                    self.watcher.last_look(outcome.value, self.method.passes, self.seconds)
+                    self.watcher.look(method, self.seconds, outcome.value)
         return outcome
 
     def _finish(self, quick: bool) -> Outcome:
@@ -271,9 +271,7 @@ class Run:
         """A window is closed: the method sees whether to go on."""
         method, estimate = self.method, self.method.estimate().cpu()
         self.history.append(estimate)
-        error = None
-        if self.watcher.held_out is not None:
-            error = self.watcher.look(method.weights(), method.entries, method.passes, self.seconds)
+        error = self.watcher.look(method, self.seconds)
         held = "" if error is None else f", {method.measure} {float(error.mean()):.4g}"
         bar.set_postfix_str(f"residual about {largest_of(estimate):.1e}{held}", refresh=False)
         self.progress = Progress(
