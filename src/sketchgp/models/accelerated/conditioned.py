@@ -58,8 +58,10 @@ class Conditioned:
     def of(cls, model: Any) -> Conditioned:
         """Return a model with its training data as one linear system, or as GPyTorch's strategy knows it.
 
-        :raises InputError: for a model whose class has a ``__call__`` of its own.
+        :raises InputError: for a model of one tensor of inputs whose class has a ``__call__`` of its own.
         """
+        if len(model.train_inputs) > 1:
+            return ByPosterior(model)
         if calls_its_own_way(model):
             raise InputError(
                 f"predict: variance expects None for {type(model).__name__}, whose __call__ may compute anything; use "
@@ -67,7 +69,7 @@ class Conditioned:
             )
         strategy = strategy_of(model)
         if isinstance(strategy, _CLOSED):
-            return Closed(model)
+            return ByPosterior(model)
         observed = observed_rows(strategy.train_labels)
         noisy, dtype = _noisy(model, observed), model.train_targets.dtype
         exact = isinstance(noisy, AcceleratedAddedDiagLinearOperator) and all(
@@ -95,12 +97,16 @@ class Conditioned:
             raise refuse(chosen)
         return "exact"
 
-    def variances(self, x: Tensor, method: str, named: bool, batch_size: int | None, show: bool) -> dict[str, Any]:
-        """Return latent variances at x ``(m, d)``, and what is known of their errors, as fields of a prediction.
+    def variances(
+        self, inputs: list[Tensor], method: str, named: bool, batch_size: int | None, show: bool
+    ) -> dict[str, Any]:
+        """Return latent variances, and what is known of their errors, as fields of a prediction.
 
+        :param inputs: ``(m, d)``, as the model takes them.
         :param method: ``"exact"``, ``"low_rank"`` or ``"samples"``; :param named: whether the user chose it.
         :param batch_size: points at once, or None; :param show: whether to show progress.
         """
+        x = inputs[0]
         if method != "exact":
             return self._approximate(x, method, named, batch_size or MEAN_ROWS, show)
         if self.training.ours:
@@ -241,22 +247,24 @@ def _noisy(model: Any, observed: Tensor | None) -> Any:
     return noisy if observed is None else observed_part(noisy, observed, model.__dict__[ATTRIBUTE])
 
 
-class Closed(Conditioned):
-    """A model that GPyTorch conditions by a formula of its own: with a linear or an inducing-point kernel."""
+class ByPosterior(Conditioned):
+    """A model of several inputs, or that GPyTorch conditions by a formula: with a linear or inducing-point kernel."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.training, self.plain = model, None, False
 
-    def variances(self, x: Tensor, method: str, named: bool, batch_size: int | None, show: bool) -> dict[str, Any]:
-        """Return latent variances at x; as :meth:`Conditioned.variances`."""
+    def variances(
+        self, inputs: list[Tensor], method: str, named: bool, batch_size: int | None, show: bool
+    ) -> dict[str, Any]:
+        """Return the posterior's latent variances; as :meth:`Conditioned.variances`."""
 
-        def compute(some: Tensor) -> tuple[Tensor, int]:
-            posterior = self.model(some)
+        def compute(*some: Tensor) -> tuple[Tensor, int]:
+            posterior = self.model(*some)
             if len(posterior.event_shape) > 1:
                 return posterior.variance, len(posterior.event_shape)
             return posterior.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2).clamp(min=0), 1  # GPyTorch has a floor
 
-        parts = in_chunks(compute, [x], batch_size or EXACT_ROWS, "variance", show)
+        parts = in_chunks(compute, inputs, batch_size or EXACT_ROWS, "variance", show)
         return {"variance": torch.cat([one for one, _ in parts], dim=-parts[-1][1])}
 
 

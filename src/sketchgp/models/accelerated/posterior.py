@@ -171,16 +171,16 @@ def use_weights(model: Any, weights: Tensor) -> None:
         strategy_of(model).set_weights(weights)
 
 
-def mean_at(model: Any, x: Tensor) -> tuple[Tensor, int]:
+def mean_at(model: Any, *x: Tensor) -> tuple[Tensor, int]:
     """Return the posterior mean at x ``(m, d)`` without variances, and the number of dimensions of one draw.
 
     :param model: in eval mode.
     """
     if calls_its_own_way(model):
-        posterior = model(x)
+        posterior = model(*x)
         return posterior.mean, len(posterior.event_shape)
     strategy = strategy_of(model)
-    mean, covariance, cross, batch, shape, _ = _test_prior(model, [x])
+    mean, covariance, cross, batch, shape, _ = _test_prior(model, list(x))
     if isinstance(strategy, LinearPredictionStrategy):  # its mean comes with the covariance, without a solve
         mean, _ = strategy.exact_prediction(test_mean=mean, test_test_covar=covariance, test_train_covar=cross)
     else:

@@ -15,7 +15,7 @@ from ...settings import variance as variance_setting
 from ..prediction import Prediction, in_chunks, observation_variance
 from ..transforms import Transforms
 from .acceleration import ATTRIBUTE
-from .conditioned import EXACT_ROWS, MEAN_ROWS, Conditioned
+from .conditioned import MEAN_ROWS, Conditioned
 from .posterior import calls_its_own_way, mean_at, solution_report
 from .targets import check_training_data
 
@@ -28,20 +28,14 @@ def predicted(model: Any, x: Any, variance: str | None, batch_size: int | None, 
     if several and transforms is not None:
         raise InputError("predict: model expects one tensor of inputs for BoTorch's transforms; got several.")
     inputs = _inputs_like(x, train) if several else [_like(x, train[0] if transforms is None else transforms.raw)]
-    if several and variance not in (None, "auto", "exact"):
-        raise InputError(
-            f"predict: variance of a model of several inputs expects 'auto', 'exact' or None, got {variance!r}."
-        )
     with model.__dict__[ATTRIBUTE].lock:  # a change of mode drops the solution, which another thread may be looking for
         model.eval()
     with torch.no_grad():
-        if several:
-            return _of_several_inputs(model, inputs, variance, batch_size or EXACT_ROWS, show)
         if transforms is None:
-            return _of_one_input(model, inputs[0], variance, batch_size, show)
+            return _predicted(model, inputs, variance, batch_size, show)
         z = transforms.inputs(inputs[0])
         transforms.check(inputs[0], z, variance is not None)
-        return transforms.in_units(_of_one_input(model, z, variance, batch_size, show), inputs[0], z)
+        return transforms.in_units(_predicted(model, [z], variance, batch_size, show), inputs[0], z)
 
 
 def _inputs_like(x: Any, train: tuple[Tensor, ...]) -> list[Tensor]:
@@ -69,29 +63,15 @@ def _like(x: Any, like: Tensor, name: str = "x") -> Tensor:
     return values.to(like)
 
 
-def _of_several_inputs(model: Any, inputs: list[Tensor], variance: str | None, rows: int, show: bool) -> Prediction:
-    """Predict by a model of several inputs, whose posterior is computed in parts."""
+def _predicted(
+    model: Any, inputs: list[Tensor], variance: str | None, batch_size: int | None, show: bool
+) -> Prediction:
+    """Predict in the units that the model sees.
 
-    def posterior(*some: Tensor) -> tuple[Tensor, ...]:
-        at = model(*some)
-        if variance is None:
-            return (at.mean,)
-        observed = observation_variance(model.likelihood, list(some), at.variance)
-        return (at.mean, at.variance) if observed is None else (at.mean, at.variance, observed)
-
-    report = solution_report(model)
-    parts = zip(*in_chunks(posterior, inputs, rows, "prediction", show), strict=False)
-    mean, *others = map(torch.cat, parts)
-    latent, observed = (*others, None, None)[:2]
-    return Prediction(mean, latent, observed, "none" if variance is None else "exact", None, report)
-
-
-def _of_one_input(model: Any, x: Tensor, variance: str | None, batch_size: int | None, show: bool) -> Prediction:
-    """Predict by a model of one input, in the units that the model sees.
-
-    :param x: as the model sees it.
+    :param inputs: as the model sees them.
     """
-    report, conditioned = solution_report(model, x), None
+    x = inputs[0]
+    report, conditioned = solution_report(model, x if len(inputs) == 1 else None), None
     certain = None if report is None else report.error_bound
     certain = None if certain is None or certain.numel() != 1 else certain
     if variance is not None or (certain is not None and not calls_its_own_way(model)):
@@ -100,15 +80,15 @@ def _of_one_input(model: Any, x: Tensor, variance: str | None, batch_size: int |
     if conditioned is not None and variance is not None:
         told = variance_setting.value(model.__dict__[ATTRIBUTE].variance)
         method = conditioned.method(told if variance == "auto" else variance, x)
-    means = in_chunks(partial(mean_at, model), [x], batch_size or MEAN_ROWS, "mean", show)
+    means = in_chunks(partial(mean_at, model), inputs, batch_size or MEAN_ROWS, "mean", show)
     mean = torch.cat([part for part, _ in means], dim=-means[-1][1])
     prediction = Prediction(mean, None, None, method, None, report)
     if conditioned is not None and certain is not None:
         prediction.mean_error_bound = conditioned.mean_error_bound(x, mean, float(certain))
     if conditioned is None or variance is None:
         return prediction
-    parts = conditioned.variances(x, method, variance != "auto", batch_size, show)
-    observed = observation_variance(model.likelihood, [x], parts["variance"])
+    parts = conditioned.variances(inputs, method, variance != "auto", batch_size, show)
+    observed = observation_variance(model.likelihood, inputs, parts["variance"])
     prediction = dataclasses.replace(prediction, observation_variance=observed, **parts)
     bound = prediction.mean_error_bound
     if method == "exact" and bound is not None and observed is not None:
