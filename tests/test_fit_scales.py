@@ -55,6 +55,7 @@ def test_the_unit_of_the_inputs_changes_nothing(ard: int | None, unit: Any, opti
     assert all(" starts" in note for note in history.notes[1:])
     if optimizer == "lbfgs":
         assert history.reason == "the loss has settled"
+        assert history.notes[1].startswith("the best of 5 starts"), "the model's own start told nothing"
 
 
 def test_float32() -> None:

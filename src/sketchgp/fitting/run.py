@@ -41,7 +41,8 @@ _SAME = 0.002  # nats a row between ends of different starts that are one minimu
 # and 400 rows the best of three ends was more than 0.1 a row above the best of eleven on 3, that from the model's start
 # on 27, and the better one of that and of lengthscales of the size of the inputs, with the model's noise, on 9.
 _OTHERS = (("long lengthscales", 3.0, 1e-2), ("short ones", 0.3, 1e-3))
-_IN_DOUBT = ("much noise", 1.0, 0.3)  # one more, where no two of the others came to the lowest end
+# More of them, where these came to several ends or the model's own start told nothing.
+_IN_DOUBT = (("very short ones", 0.1, 1e-3), ("short ones and much noise", 0.3, 0.3))
 
 
 class _Stopped(Exception):
@@ -114,6 +115,7 @@ class Fit:
         compare_ranks("fit", lambda: {**marks(), "the parameters": tensor_mark(*full.base.parameters)})
         self.record = Record(full.base, checkpoint, every, marks)
         self.kept: list[Tensor] | None = None  # the best parameters so far
+        self.moved = False  # whether the model's own lengthscales told nothing
 
     def __call__(self) -> FitHistory:
         """Give the model the parameters of the best step; leave it as it was where there was none."""
@@ -210,6 +212,7 @@ class Fit:
         model, seed, notes = stage.base.model, self.choices.seed, stage.history.notes
         why = "" if self.choices.start == "model" else starts.rescale(model, seed)
         if why:
+            self.moved = True
             notes.append(f"started from lengthscales of the size of the inputs: {why} with those of the model")
             warn(f"fit: {notes[-1]}. Standardise the inputs, or start nearer to their size.", see="lengthscales")
         why = starts.flatness(model, seed)
@@ -405,7 +408,8 @@ class Fit:
     def _other_starts(self, mll: Any, first: Stage) -> Stage | None:
         """Fit from long and from short lengthscales, and little noise, exactly.
 
-        Where only one start came to the lowest end, one more is tried, with much noise.  Notes say what came of it.
+        Where they come to several ends, or the model's own start told nothing, two more are tried.  Notes say what came
+        of it.
 
         :param mll: the marginal log likelihood of a copy of the model.
         :param first: the stage from the model's start, whose other parameters stay but for noise, output scales and the
@@ -415,9 +419,10 @@ class Fit:
         before, tol, start = first.history, first.tol, first.start
         ends, lowest, kept = {"the first one": before.best_loss}, first, first.best
         assert start is not None
-        for name, times, noise in (*_OTHERS, _IN_DOUBT):
-            if name == _IN_DOUBT[0] and not _alone(ends.values(), tol):
+        for other in (*_OTHERS, *_IN_DOUBT):
+            if other in _IN_DOUBT and not self.moved and _at_lowest(ends.values(), tol) == len(ends):
                 break
+            name, times, noise = other
             trial = Stage.exact(mll, tol, first.limit, first.few)
             trial.base.restore(start)
             if not starts.spread(mll.model, times):
@@ -439,17 +444,16 @@ class Fit:
         if len(ends) > 1:
             words = ", ".join(f"from {name} {loss:.4f}" for name, loss in ends.items())
             lowest.history.notes.append(f"the best of {len(ends)} starts: {words}")
-            if _alone(ends.values(), tol):
+            if _at_lowest(ends.values(), tol) == 1:
                 lowest.history.notes.append(
                     f"{UNSURE}: of {len(ends)} starts one alone came to this loss, another may find a lower one"
                 )
         return None if lowest is first else lowest
 
 
-def _alone(ends: Collection[float], tol: float) -> bool:
-    """Return whether only one of several starts came to the lowest end; ``tol`` is what they have settled by."""
-    lowest = sorted(ends)[:2]
-    return len(lowest) == 2 and lowest[1] > lowest[0] + max(_SAME, 10 * tol)
+def _at_lowest(ends: Collection[float], tol: float) -> int:
+    """Return how many starts came to the lowest of their ends; ``tol`` is what they have settled by."""
+    return sum(end <= min(ends) + max(_SAME, 10 * tol) for end in ends)
 
 
 def _solved_by(acceleration: Acceleration | None) -> tuple[Any, ...]:
