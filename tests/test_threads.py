@@ -21,7 +21,6 @@ from torch import Tensor
 import sketchgp
 from cases import pairwise
 from gp_models import Plain, data, iterative, scaled
-from sketchgp.operators import KernelMatrix
 
 PLACES = ("_state", "_global_value", "_global_float_value", "_global_double_value", "_global_half_value")
 
@@ -269,32 +268,6 @@ def test_a_budget_is_known_to_backward_passes_of_other_threads() -> None:
         thread.join()
     assert len(budgets) > count
     assert set(budgets) == {12_345}
-
-
-@pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="before torch 2.9")
-def test_a_reduced_precision_of_the_users_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that is chosen while a product holds the precision at full."""
-    multiplier = torch.backends.mkldnn.matmul
-    before = multiplier.fp32_precision
-    x = torch.rand(40, 5, generator=torch.Generator().manual_seed(2))
-    kernel = kernels.RBFKernel()
-    entered: list[str] = []
-    plain = torch.matmul
-
-    def matmul(*args: Any, **options: Any) -> Tensor:
-        entered.append(multiplier.fp32_precision)
-        multiplier.fp32_precision = "tf32" if len(entered) == 2 else multiplier.fp32_precision
-        return plain(*args, **options)
-
-    monkeypatch.setattr(torch, "matmul", matmul)
-    try:
-        multiplier.fp32_precision = "bf16"
-        for expected in ("bf16", "tf32"):
-            KernelMatrix.of(kernel, x, engine="tiled") @ torch.ones(40, 1)
-            assert multiplier.fp32_precision == expected
-        assert entered == ["ieee", "ieee"]
-    finally:
-        multiplier.fp32_precision = before
 
 
 def test_small_losses_of_a_fit_take_one_thread():

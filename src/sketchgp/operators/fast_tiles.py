@@ -13,9 +13,7 @@ once instead of twice.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,47 +31,16 @@ _CDIST = (8, 64)  # features between which torch.cdist is the fastest way to l1 
 _KINK = {torch.float32: 2e-6, torch.float64: 2e-13}  # errors of a distance that a kink at 0 may leave
 _SEEN = {torch.float32: 1e-3, torch.float64: 1e-8}  # errors of a squared distance above which points are far
 _PAIRS = 2**22  # differences that are made at once for near pairs
-_PRECISION = threading.RLock()  # a setting of the whole process is changed for the time of one product
-
-
-def _multiplier(device: torch.device) -> Any:
-    """The settings of what multiplies float32 matrices on a device; without ``fp32_precision`` before torch 2.9."""
-    return torch.backends.cuda.matmul if device.type == "cuda" else getattr(torch.backends.mkldnn, "matmul", None)
 
 
 def _reduced(device: torch.device) -> bool:
     """Return whether the user lets torch multiply float32 matrices on this device in TF32 or bfloat16."""
-    with _PRECISION:
-        settings = _multiplier(device)
-        if not hasattr(settings, "fp32_precision"):
-            return torch.get_float32_matmul_precision() != "highest"
-        chosen = [settings.fp32_precision, getattr(torch.backends, "fp32_precision", "none")]
-        return next((p for p in chosen if p != "none"), "ieee") != "ieee"
-
-
-@contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """Turn off TF32 and bfloat16: their rounding of ``|a|^2`` exceeds the squared distance of neighbours.
-
-    torch has this setting for the whole process only.  A lock makes threads wait for each other, so that each restores
-    the user's choice; a change that the user makes meanwhile is kept.
-    """
-    settings = _multiplier(device)
-    with _PRECISION:
-        if hasattr(settings, "fp32_precision"):
-            before = settings.fp32_precision
-            settings.fp32_precision = "ieee"
-        else:
-            before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("highest")
-        try:
-            yield
-        finally:
-            if hasattr(settings, "fp32_precision"):
-                if settings.fp32_precision == "ieee":
-                    settings.fp32_precision = before
-            elif torch.get_float32_matmul_precision() == "highest":
-                torch.set_float32_matmul_precision(before)
+    backends = torch.backends
+    matmul: Any = backends.cuda.matmul if device.type == "cuda" else getattr(backends.mkldnn, "matmul", None)
+    if not hasattr(matmul, "fp32_precision"):  # before torch 2.9
+        return torch.get_float32_matmul_precision() != "highest"
+    chosen = [matmul.fp32_precision, getattr(backends, "fp32_precision", "none")]
+    return next((p for p in chosen if p != "none"), "ieee") != "ieee"
 
 
 class Distances:
@@ -119,7 +86,7 @@ class Distances:
             self.right = self._once(features, "direct", lambda: (self.right * root).mT.contiguous().mT)
         elif not profile.l1:
             self.augmented = self._once(features, "augmented", lambda: _augmented(features.right))
-            self.guarded = self.left.dtype == torch.float32 and _reduced(self.left.device)
+            self.reduced = self.left.dtype == torch.float32 and _reduced(self.left.device)
             if self.left.numel() and self.right.numel():
                 self.far = _far_pairs(features)
                 if profile is MATERN[0.5]:
@@ -173,8 +140,11 @@ class Distances:
         if self.profile.l1:
             distances = torch.cdist(self.left[..., rows, :], self.right[..., columns, :], p=1.0)
             return torch.mul(distances, self.factor, out=out)
-        with _full_precision(out.device) if self.guarded else nullcontext():
-            torch.matmul(self._block(rows), self.augmented[..., columns, :].mT, out=out)
+        left, right = self._block(rows), self.augmented[..., columns, :].mT
+        if self.reduced:  # the rounding of |a|^2 would exceed the squared distance of neighbours
+            out.copy_(left.double() @ right.double())
+        else:
+            torch.matmul(left, right, out=out)
         if (pairs := self.far_pairs(rows, columns)) is not None:
             i, j = pairs
             a, b = self.left[..., rows, :][..., i, :], self.right[..., columns, :][..., j, :]
