@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -32,6 +33,7 @@ def _has_probabilities(estimator: Any) -> bool:
     return True
 
 
+@dataclass(eq=False, repr=False)
 class KernelClassifier(Checked, ClassifierMixin, BaseEstimator):
     """Classification by a function a class, whose largest value is the label.
 
@@ -58,30 +60,17 @@ class KernelClassifier(Checked, ClassifierMixin, BaseEstimator):
 
     _parameter_constraints: ClassVar[dict[str, Any]] = {**COMMON, **RIDGE, "loss": [StrOptions(set(_LOSSES))]}
 
-    def __init__(
-        self,
-        alpha: float = 1.0,
-        *,
-        loss: Literal["squared", "multinomial", "logistic", "hinge"] = "squared",
-        kernel: Any = "rbf",
-        gamma: float | None = None,
-        method: Literal["auto", "exact", "inducing"] = "auto",
-        n_inducing: int | None = None,
-        solver: Any = "auto",
-        device: Any = None,
-        random_state: Any = None,
-        verbose: bool = False,
-    ) -> None:
-        self.alpha = alpha
-        self.loss = loss
-        self.kernel = kernel
-        self.gamma = gamma
-        self.method = method
-        self.n_inducing = n_inducing
-        self.solver = solver
-        self.device = device
-        self.random_state = random_state
-        self.verbose = verbose
+    alpha: float = 1.0
+    _: KW_ONLY
+    loss: Literal["squared", "multinomial", "logistic", "hinge"] = "squared"
+    kernel: Any = "rbf"
+    gamma: float | None = None
+    method: Literal["auto", "exact", "inducing"] = "auto"
+    n_inducing: int | None = None
+    solver: Any = "auto"
+    device: Any = None
+    random_state: Any = None
+    verbose: bool = False
 
     def fit(self, X: Any, y: Any) -> KernelClassifier:
         """Learn from labels.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import KW_ONLY, dataclass
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal
 
@@ -48,6 +49,7 @@ class _Exact(gpytorch.models.ExactGP):
         return MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
+@dataclass(eq=False, repr=False)
 class GaussianProcessRegressor(Checked, RegressorMixin, BaseEstimator):
     """Gaussian process regression with the interface of scikit-learn's class of this name.
 
@@ -95,32 +97,18 @@ class GaussianProcessRegressor(Checked, RegressorMixin, BaseEstimator):
         "tuning_rows": [Interval(Integral, 1, None, closed="left"), None],
     }
 
-    def __init__(
-        self,
-        kernel: Any = "matern52",
-        *,
-        alpha: Any = None,
-        optimizer: Literal["auto", "lbfgs", "adam"] | None = "auto",
-        normalize_y: bool = True,
-        method: Literal["auto", "exact", "inducing"] = "auto",
-        n_inducing: int | None = None,
-        solver: Any = "auto",
-        tuning_rows: int | None = 2000,
-        device: Any = None,
-        random_state: Any = None,
-        verbose: bool = False,
-    ) -> None:
-        self.kernel = kernel
-        self.alpha = alpha
-        self.optimizer = optimizer
-        self.normalize_y = normalize_y
-        self.method = method
-        self.n_inducing = n_inducing
-        self.solver = solver
-        self.tuning_rows = tuning_rows
-        self.device = device
-        self.random_state = random_state
-        self.verbose = verbose
+    kernel: Any = "matern52"
+    _: KW_ONLY
+    alpha: Any = None
+    optimizer: Literal["auto", "lbfgs", "adam"] | None = "auto"
+    normalize_y: bool = True
+    method: Literal["auto", "exact", "inducing"] = "auto"
+    n_inducing: int | None = None
+    solver: Any = "auto"
+    tuning_rows: int | None = 2000
+    device: Any = None
+    random_state: Any = None
+    verbose: bool = False
 
     # --- fitting --------------------------------------------------------------------------------------------
 

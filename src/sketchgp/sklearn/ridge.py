@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from numbers import Real
 from typing import Any, ClassVar, Literal
 
@@ -38,6 +39,7 @@ RIDGE: dict[str, Any] = {
 }
 
 
+@dataclass(eq=False, repr=False)
 class KernelRidge(Checked, MultiOutputMixin, RegressorMixin, BaseEstimator):
     """Kernel ridge regression: ``f = sum_i w_i k(., x_i)`` with ``(K + alpha) w = y``, as scikit-learn's class.
 
@@ -66,28 +68,16 @@ class KernelRidge(Checked, MultiOutputMixin, RegressorMixin, BaseEstimator):
 
     _parameter_constraints: ClassVar[dict[str, Any]] = {**COMMON, **RIDGE}
 
-    def __init__(
-        self,
-        alpha: float = 1.0,
-        *,
-        kernel: Any = "rbf",
-        gamma: float | None = None,
-        method: Literal["auto", "exact", "inducing"] = "auto",
-        n_inducing: int | None = None,
-        solver: Any = "auto",
-        device: Any = None,
-        random_state: Any = None,
-        verbose: bool = False,
-    ) -> None:
-        self.alpha = alpha
-        self.kernel = kernel
-        self.gamma = gamma
-        self.method = method
-        self.n_inducing = n_inducing
-        self.solver = solver
-        self.device = device
-        self.random_state = random_state
-        self.verbose = verbose
+    alpha: float = 1.0
+    _: KW_ONLY
+    kernel: Any = "rbf"
+    gamma: float | None = None
+    method: Literal["auto", "exact", "inducing"] = "auto"
+    n_inducing: int | None = None
+    solver: Any = "auto"
+    device: Any = None
+    random_state: Any = None
+    verbose: bool = False
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> KernelRidge:
         """Solve for the coefficients.
