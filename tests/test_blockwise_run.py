@@ -453,10 +453,13 @@ def test_passes_of_float32(monkeypatch, steps, checked):
     """Once a pass some rows of a block in float64 too, and a product for every correction."""
     looks = []
     monkeypatch.setattr(refinement, "_CHECKED", checked)
-    accurate_rows = System.accurate_rows
-    monkeypatch.setattr(
-        System, "accurate_rows", lambda self, rows, v: looks.append(len(rows)) or accurate_rows(self, rows, v)
-    )
+    residual = System.residual
+
+    def looked(self, rows, v, r, accurate=False):
+        looks.extend([len(rows)] * accurate)
+        return residual(self, rows, v, r, accurate)
+
+    monkeypatch.setattr(System, "residual", looked)
     report = ASkotch(block_size=BLOCK, tol=3e-5).solve(_problem(dtype=torch.float32, noise=0.01)).report
     assert len(report.notes) >= 1
     assert all("float32 products corrected" in note for note in report.notes)

@@ -386,7 +386,7 @@ def test_block_system(name, dtype, engine):
     for indices in INDICES.values():
         expected = shifted[indices] @ vectors
         assert _close(system.rows(indices, vectors), expected, shifted[indices], vectors, dtype)
-        assert relative(system.accurate_rows(indices, vectors), expected) < 1e-13
+        assert relative(system.rows(indices, vectors, accurate=True), expected) < 1e-13
         block = system.block(indices, INDICES["some"])
         assert block.dtype == torch.float64  # of a float32 kernel too: blocks are factorized
         assert relative(block, matrix[indices][:, INDICES["some"]]) < 1e-13
@@ -442,7 +442,7 @@ def test_block_system_counts_entries():
     assert system.entries == 0
     steps = [
         (lambda: system.rows(some, vectors), 5 * 90),
-        (lambda: system.accurate_rows(some, vectors), 5 * 90),
+        (lambda: system.rows(some, vectors, accurate=True), 5 * 90),
         (lambda: system.block(some, INDICES["repeated"]), 5 * 4),
         (lambda: system.accurate_product(vectors), 90 * 90),
     ]

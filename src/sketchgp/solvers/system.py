@@ -141,21 +141,16 @@ class System:
         """Return a zero vector of the space."""
         return self.diagonal.new_zeros(self.space.height, width)
 
-    def rows(self, indices: Tensor, vectors: Tensor) -> Tensor:
-        """``A[indices] v`` for float64 vectors, K in its own dtype; on each rank the part that its rows add to it."""
-        return self._product_of_rows(self._rows, indices, vectors)
+    def rows(self, indices: Tensor, vectors: Tensor, accurate: bool = False) -> Tensor:
+        """``A[indices] v`` for float64 vectors, K in its own dtype; on each rank the part that its rows add to it.
 
-    def accurate_rows(self, indices: Tensor, vectors: Tensor) -> Tensor:
-        """``A[indices] v`` as :meth:`rows` returns it, with K evaluated in float64."""
-        return self._product_of_rows(self._accurate_rows, indices, vectors)
-
-    def _product_of_rows(self, product: RowProduct, indices: Tensor, vectors: Tensor) -> Tensor:
+        :param accurate: evaluate K in float64.
+        """
         self.entries += len(indices) * self.n
-        if not self.space.shared:
-            return product(indices, vectors).addcmul_(self.diagonal[indices], vectors[indices])
-        here, local = self.space.held(indices)
-        part = product.part(indices, vectors, self.space.span)
-        part[here] += self.diagonal[indices[here]] * vectors[local]
+        product, (here, local) = self._accurate_rows if accurate else self._rows, self.space.held(indices)
+        shared = self.space.shared
+        part = product.part(indices, vectors, self.space.span) if shared else product(indices, vectors)
+        part[here] = part[here].addcmul(self.diagonal[indices[here]], vectors[local])
         return part
 
     def residual(self, indices: Tensor, vectors: Tensor, r: Tensor, accurate: bool = False) -> Tensor:
@@ -183,7 +178,7 @@ class System:
     ) -> tuple[Tensor, slice | Tensor]:
         """Return what this rank adds to a residual, and which of its rows are here."""
         here, local = self.space.held(indices)
-        part = self.accurate_rows(indices, vectors) if accurate else self.rows(indices, vectors)
+        part = self.rows(indices, vectors, accurate)
         part[here] -= r[local]
         return part, here
 

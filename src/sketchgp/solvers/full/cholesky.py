@@ -68,8 +68,8 @@ class Cholesky:
             residual = r.norm(dim=-2) / torch.where(norm > 0, norm, 1)
             bound: dict[str, Any] = Certificate(system, None).of(b, rounded, r)
         report = direct.report(
-            self.name, n, n, 1.0, residual, 1e-3, rhs.device,
-            f"{system.dtype} cannot hold the solution; use a float64 model and data.",
+            residual, 1e-3, f"{system.dtype} cannot hold the solution; use a float64 model and data.",
+            solver=self.name, size=n, n=n, work={"passes": 1.0},
             dtype=str(system.dtype).removeprefix("torch."), **bound,
         )  # fmt: skip
         return value, report, root

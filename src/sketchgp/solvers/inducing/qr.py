@@ -68,10 +68,9 @@ class QR:
             r, norm = rhs - tall.gram(value)[0].addmm_(kzz, value, alpha=problem.level), rhs.norm(dim=0)
             moved, too_far = moved_by_rounding(triangle.inverse_t, value, kzz, problem.level)
         report = direct.report(
-            self.name, m, len(y), tall.evaluated.entries / (len(y) * m),
-            r.norm(dim=0) / torch.where(norm > 0, norm, 1), 1e-6, problem.device,
-            "The points are nearly dependent; drop some, or raise the noise.",
-            singular=bool(too_far.any()), deviations=moved.cpu(),
+            r.norm(dim=0) / torch.where(norm > 0, norm, 1), 1e-6,
+            "The points are nearly dependent; drop some, or raise the noise.", bool(too_far.any()), solver=self.name,
+            size=m, n=len(y), work={"passes": tall.evaluated.entries / (len(y) * m)}, deviations=moved.cpu(),
         )  # fmt: skip
         return Solution(value.reshape(m, *problem.target_shape), report, problem)
 

@@ -24,7 +24,7 @@ from ...space import Space
 from ..choices import cut
 from ..energy import remaining_change
 from ..full.blocks import draw_rows
-from ..loop import NAN, Outcome, Refined, largest_of, require_finite
+from ..loop import Outcome, Refined, largest_of, require_finite
 from .problem import InducingPointProblem
 from .solver import InducingPointSolver
 
@@ -177,7 +177,7 @@ class Saga(Refined):
         x, self.y = problem.tensors(f"{self.name}()")
         self.tall = problem.tall(accurate=False)
         self.exact, self.evaluated = self.tall.accurate(), self.tall.evaluated
-        super().__init__(self.exact.t_matmul(self.y), Space(problem.m), NAN)
+        super().__init__(self.exact.t_matmul(self.y), Space(problem.m))
         self.choices, self.n, self.level = choices, len(x), problem.level
         self.size, self.columns, self.data_rows = problem.m, self.y.shape[1], self.n
         self.matrix_entries = float(self.n * self.size)
@@ -316,7 +316,7 @@ class Saga(Refined):
     def _close_epoch(self) -> None:
         """Estimate the residual from the table's gradient; take diverging steps back; sweep where it is time."""
         tol, before = self.choices.tol, largest_of(self.true)
-        self.current = self._relative(self.total + self.noise_term)
+        self.current = (self.space.norm(self.total + self.noise_term) / self.norm).cpu()
         worst = largest_of(self.current) if bool(torch.isfinite(self.current).all()) else math.inf
         if worst > _GROWTH * max(before, tol) or not bool(torch.isfinite(self.w).all()):
             self._take_back(worst)
@@ -410,6 +410,3 @@ class Saga(Refined):
     def _within(self) -> bool:
         """Return whether predictions are as near as they shall be, by the last look."""
         return bool((self.deviations <= self.choices.deviations).all())
-
-    def _relative(self, residual: Tensor) -> Tensor:
-        return (residual.norm(dim=0) / self.norm).cpu()

@@ -21,7 +21,7 @@ from ...preconditioners.row_nystrom import ROUNDINGS, NystromRoot
 from ...report import Reason
 from ...space import Space
 from ..energy import RemainingEnergy, moved_by_rounding
-from ..loop import NAN, Cycles, Outcome, require_finite
+from ..loop import Cycles, Outcome, require_finite
 from ..recurrence import descend, least_ritz_value, turn
 
 _LOST = 4.0  # of the squared residual, in the preconditioner's norm, over that of the recurrence
@@ -60,7 +60,7 @@ class SplitGradients(Cycles):
         tol: float,
         predictions: bool = False,
     ) -> None:
-        super().__init__(b, Space(len(b)), True, NAN)
+        super().__init__(b, Space(len(b)), True)
         self.name, self.size, self.data_rows = name, len(b), matrix.tall.shape[0]
         self.matrix_entries = float(self.size * self.data_rows)
         self.predictions, self.factors, self.tol = predictions, factors, tol

@@ -4,11 +4,10 @@ from .by_epochs import ByEpochs
 from .checkpoint import Checkpoint, compare_ranks, solve_marks
 from .direct import Direct
 from .method import Method, Outcome, Progress, largest_of
-from .refined import NAN, Cycles, Refined, require_finite
+from .refined import Cycles, Refined, require_finite
 from .run import HeldOut, Run, clock
 
 __all__ = [
-    "NAN",
     "ByEpochs",
     "Checkpoint",
     "Cycles",

@@ -40,11 +40,7 @@ class Checkpoint:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        every: float,
-        problem: dict[str, str],
-        rough: dict[str, str] | None = None,
+        self, path: str | os.PathLike[str], every: float, problem: dict[str, str], rough: dict[str, str] | None = None
     ) -> None:
         self.path, self.every, self.problem, self.rough = Path(path), every, problem, rough or {}
         self.written = False  # by this process: later failures do not end the solve

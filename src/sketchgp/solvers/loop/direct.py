@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...memory import peak_memory
@@ -23,34 +22,17 @@ class Direct:
         """Note the end of the set-up; the rest is work for these right-hand sides alone."""
         self.setup_seconds = clock() - self.began
 
-    def report(
-        self,
-        solver: str,
-        size: int,
-        n: int,
-        passes: float,
-        residual: Tensor,
-        tol: float,
-        device: torch.device,
-        remedy: str,
-        *,
-        singular: bool = False,
-        **facts: Any,
-    ) -> SolveReport:
+    def report(self, residual: Tensor, tol: float, remedy: str, singular: bool = False, **facts: Any) -> SolveReport:
         """The report, once the solution and its residual are there; recorded, with a warning where that is too large.
 
         :param residual: true relative residual of the columns, ``(...,)``, with ``tol`` that it should be at most.
-        :param passes: kernel entries evaluated, over those of the matrix.
         :param remedy: what to try where it is not.
         :param singular: whether rounding of the matrix moves the solution too far.
         :param facts: other fields of :class:`sketchgp.SolveReport`.
         """
+        device = residual.device
         residual = residual.reshape(-1).cpu()
         report = SolveReport(
-            solver=solver,
-            size=size,
-            n=n,
-            work={"passes": passes},
             residual=residual,
             history=residual.unsqueeze(0),
             tol=tol,

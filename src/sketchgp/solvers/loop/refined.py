@@ -15,14 +15,12 @@ from ...report import Reason
 from ...space import Space
 from .method import Method
 
-NAN = "A product with the kernel matrix gave NaN or infinity; check inputs and kernel."
-_OF_SIDES = "The right-hand side of a linear solve holds NaN or infinity."
-
 
 def require_finite(finite: bool | Tensor) -> None:
     """:raises NumericalError: unless products with the kernel matrix were finite."""
     if not finite:
-        raise NumericalError(NAN, see="nan")
+        message = "A product with the kernel matrix gave NaN or infinity; check inputs and kernel."
+        raise NumericalError(message, see="nan")
 
 
 class Refined(Method):
@@ -32,11 +30,12 @@ class Refined(Method):
     :raises NumericalError: where b holds NaN or infinity.
     """
 
-    def __init__(self, b: Tensor, space: Space, message: str = _OF_SIDES) -> None:
+    def __init__(self, b: Tensor, space: Space) -> None:
         super().__init__()
         self.b, self.space, self.device = b, space, b.device
         norm = space.norm(b)
         if not bool(torch.isfinite(norm).all()):
+            message = "The right-hand side of a linear solve holds NaN or infinity; check targets, inputs and kernel."
             raise NumericalError(message, see="nan")
         self.norm = torch.where(norm > 0, norm, torch.ones_like(norm))
 
@@ -72,8 +71,8 @@ class Cycles(Refined):
     :ivar current: relative residual by the recurrence, ``(..., t)``; ``current_on_cpu`` the same where it was fetched.
     """
 
-    def __init__(self, b: Tensor, space: Space, exact: bool, message: str = _OF_SIDES) -> None:
-        super().__init__(b, space, message)
+    def __init__(self, b: Tensor, space: Space, exact: bool) -> None:
+        super().__init__(b, space)
         self.exact, self.cycling, self.verified = exact, False, True
         self.current = self.norm[..., :0]
         self.current_on_cpu: Tensor | None = None

@@ -37,12 +37,7 @@ class Learning(ByEpochs):
     letter = "features"
 
     def __init__(
-        self,
-        choices: Any,
-        problem: RandomFeatureProblem,
-        learner: Learner,
-        batch_size: int,
-        epochs: int,
+        self, choices: Any, problem: RandomFeatureProblem, learner: Learner, batch_size: int, epochs: int
     ) -> None:
         total = problem.rows if problem.streamed else len(problem.x)  # type: ignore[arg-type]
         super().__init__(problem, generator(choices.seed + learner.steps, "doubly stochastic gradients: rows"), total)
@@ -58,7 +53,6 @@ class Learning(ByEpochs):
         self.losses = self.losses_of_none = torch.ones(self._shown, dtype=torch.float64, device=self.device)
         self.window = 0
         self.fetched: list[Tensor] | None = None  # the losses, on the CPU, after a step
-        self.ended = False
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -97,10 +91,10 @@ class Learning(ByEpochs):
         self.losses, self.losses_of_none = sums
         self.fetched = learner.fetched
         self.window += 1
-        self.ended = self.batch_ends(len(x))
-        if self.ended:
+        ended = self.batch_ends(len(x))
+        if ended:
             self.end_epoch(self.problem.rows or self.rows)
-        return self.ended or self.window == _WINDOW or self._done
+        return ended or self.window == _WINDOW or self._done
 
     def _loss(self, f: Tensor, y: Tensor) -> Tensor:
         return self.learner.loss.value(f, y)[: self._shown]

@@ -253,13 +253,11 @@ class RandomFeatureProblem:
         :raises InputError: where there is none, or it does not fit.
         """
         assert not torch.is_tensor(self.x)
-        feed, skipped, once = iter(self.x), [], self.once
-        for pair in feed:
-            skipped.append(pair)
-            if not (isinstance(pair, tuple | list) and torch.is_tensor(pair[0]) and not len(pair[0])):
-                if once:
-                    self.x = itertools.chain(skipped, feed)
-                return next(self._looked_at([pair]))
+        feed = self.x
+        if self.once:
+            feed, self.x = itertools.tee(self.x)
+        for batch in self._looked_at(feed):
+            return batch
         raise InputError("x expects a stream of at least one batch, got none.")
 
     def checked(self, owner: str, x: Any, y: Any) -> Batch:
