@@ -88,21 +88,13 @@ def accelerate(
     return _install(model, preconditioner, solver, matmul, matmul_precision, variance, variance_samples, probe_seed)
 
 
-def _install(
-    model: Model,
-    preconditioner: Preconditioner | str | None,
-    solver: Solver[FullProblem] | str,
-    matmul: str,
-    matmul_precision: str,
-    variance: str,
-    variance_samples: int,
-    probe_seed: int | None,
-    built: bool = True,
-) -> Model:
+def _install(model: Model, *choices: Any, built: bool = True) -> Model:
     """Do what :func:`accelerate` says.
 
+    :param choices: its arguments after the model, in their order.
     :param built: False inside a constructor: the model has no kernel yet, and its dtype may still be changed.
     """
+    preconditioner, solver, matmul, matmul_precision, variance, variance_samples, probe_seed = choices
     if not isinstance(model, _ExactGP):
         raise InputError(
             f"accelerate: model expects a gpytorch.models.ExactGP, got {found(model)}"

@@ -81,6 +81,9 @@ class Training:
     :param noisy: A, evaluated, ``(..., n, n)``; an operator of another class is solved by its structure.
     :param acceleration: the choices of the model.
     :param remembered: what earlier predictions found.
+
+    :ivar matrix: K, and :ivar noise: variances ``(..., n)``; None of both for an operator of another class.
+    :ivar plain: whether K is one kernel matrix without batch, whose kernel is known at any two inputs.
     """
 
     def __init__(self, noisy: Any, acceleration: Acceleration, remembered: Remembered | None = None) -> None:
@@ -89,6 +92,9 @@ class Training:
         self.remembered = Remembered() if remembered is None else remembered
         self.ours = isinstance(noisy, AcceleratedAddedDiagLinearOperator)
         self.solver = acceleration.column_solver(evaluation=True)
+        self.matrix: Any = self.noisy.kernel_matrix if self.ours else None
+        self.noise: Any = self.noisy.noise if self.ours else None
+        self.plain = isinstance(self.matrix, KernelMatrix) and not noisy.batch_shape and self.matrix.x1.dim() == 2
         self.gradients, self._preconditioned = torch.is_grad_enabled(), acceleration.preconditions()
         self._free = isinstance(acceleration.solver, str) and threshold_untouched()
         self._noted = [(tensor, data_key(tensor)) for tensor in noisy.representation()] if self.ours else []
@@ -105,22 +111,6 @@ class Training:
             return self.noisy.system()
         zero = torch.zeros(self.noisy.shape[:-1], dtype=self.noisy.dtype, device=self.noisy.device)
         return System(self.noisy, zero)
-
-    @property
-    def matrix(self) -> Any:
-        """K."""
-        return self.noisy.kernel_matrix
-
-    @property
-    def noise(self) -> Tensor:
-        """Noise variances ``(..., n)``."""
-        return self.noisy.noise
-
-    @property
-    def plain(self) -> bool:
-        """True if K is one kernel matrix without batch, whose kernel is known at any two inputs."""
-        matrix = self.matrix if self.ours else None
-        return isinstance(matrix, KernelMatrix) and not self.noisy.batch_shape and matrix.x1.dim() == 2
 
     @cached_property
     def preconditioner(self) -> LowRankPlusDiagonal | None:
