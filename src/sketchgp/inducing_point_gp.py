@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +32,7 @@ from .models.inducing_covariance import (
     independent,
 )
 from .models.lazy_covariance import LazyCovariance
-from .models.prediction import Prediction, check_choice, in_chunks, observation_variance
+from .models.prediction import Prediction, check_choice, of_posterior
 from .operators import KernelMatrix
 from .operators.access import Access
 from .operators.expression import recognise
@@ -353,23 +352,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
             report = self.solution.report
         if not report.converged and not solves:
             warn(report.advice(), ConvergenceWarning)
-
-        def posterior(some: Tensor) -> tuple[Tensor, ...]:
-            at = self(some)
-            if variance is None:
-                return (at.mean,)
-            diagonal = at.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)  # GPyTorch's variance has a floor
-            return at.mean, diagonal.reshape(at.mean.shape)
-
-        with torch.no_grad():
-            parts = in_chunks(posterior, [x], batch_size or _ROWS, "prediction", show)
-            mean, *variances = map(torch.cat, zip(*parts, strict=True))
-            if not variances:
-                return Prediction(mean, None, None, "none", None, report)
-            latent, method = variances[0], self.variance_method
-            observed = observation_variance(self.likelihood, [x], latent)
-            error = torch.full_like(latent, math.sqrt(2 / self.variance_samples)) if method == "samples" else None
-            return Prediction(mean, latent, observed, method, None, report, error)
+        method = "none" if variance is None else self.variance_method
+        return of_posterior(self, x, method, report, batch_size or _ROWS, show)
 
     def _left_out(self) -> tuple[Tensor, Tensor]:
         """Return residuals and variances ``(n,)`` float64 of training points that are left out, by the formula of DTC.

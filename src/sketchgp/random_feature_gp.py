@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from .checks import array, count, instance, points_like, tensor, word
 from .errors import InputError
 from .models.inducing_covariance import PathwiseFormula, independent
 from .models.lazy_covariance import LazyCovariance
-from .models.prediction import Prediction, check_choice, in_chunks
+from .models.prediction import Prediction, check_choice, of_posterior
 from .models.streamed import Streamed
 from .operators.expression import recognise_waves
 from .operators.random_features import PriorPaths
@@ -159,17 +158,8 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
         x = array("predict", "x", x) if learner is None else points_like("predict", "x", x, learner.features.origin)
         x = tensor("predict", "x", x.unsqueeze(-1) if x.dim() == 1 else x, (2,))
         check_choice("a RandomFeatureGP", "what the model was told", variance)
-        method, rows = "none" if variance is None else self.variance_method, batch_size or _ROWS
-        with torch.no_grad():
-            mean = torch.cat(in_chunks(lambda some: self(some).mean, [x], rows, "prediction", show))
-            if method == "none":
-                return Prediction(mean, None, None, method, None, self.report)
-            deviations = self.deviations()
-            squares = in_chunks(lambda some: deviations(some).square().mean(dim=-1), [x], rows, "variance", show)
-            latent = torch.cat(squares).to(x.dtype)
-            latent = latent.unsqueeze(-1).expand_as(mean) if mean.dim() > 1 else latent
-            error = torch.full_like(latent, math.sqrt(2 / self.variance_samples))
-            return Prediction(mean, latent, latent + self.likelihood.noise, method, None, self.report, error)
+        method = "none" if variance is None else self.variance_method
+        return of_posterior(self, x, method, self.report, batch_size or _ROWS, show)
 
     def deviations(self, steps: int | None = None) -> Callable[[Tensor], Tensor]:
         """Return functions whose mean squares are the variances, from points ``(..., p, d)`` to ``(..., p, S)``.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -114,6 +115,31 @@ def in_chunks(compute: Callable[..., T], inputs: list[Tensor], rows: int, what: 
     parts = list(spans(len(inputs[0]), rows))
     bar = tqdm(parts, desc=what, disable=not show or len(parts) < 2, leave=False)
     return [compute(*(x[part] for x in inputs)) for part in bar]
+
+
+def of_posterior(model: Any, x: Tensor, method: str, report: SolveReport | None, rows: int, show: bool) -> Prediction:
+    """Predict by a model's own posterior, some rows of x at a time.
+
+    :param method: of variances; of ``"samples"`` there are ``model.variance_samples``.
+    """
+
+    def moments(some: Tensor) -> tuple[Tensor, ...]:
+        at = model(some)
+        if method == "none":
+            return (at.mean,)
+        diagonal = at.lazy_covariance_matrix.diagonal(dim1=-1, dim2=-2)  # GPyTorch's variance has a floor
+        return at.mean, diagonal.reshape(at.mean.shape)
+
+    with torch.no_grad():
+        parts = in_chunks(moments, [x], rows, "prediction", show)
+        mean, *variances = map(torch.cat, zip(*parts, strict=True))
+        if not variances:
+            return Prediction(mean, None, None, method, None, report)
+        latent, error = variances[0], None
+        if method == "samples":
+            error = torch.full_like(latent, math.sqrt(2 / model.variance_samples))
+        observed = observation_variance(model.likelihood, [x], latent)
+        return Prediction(mean, latent, observed, method, None, report, error)
 
 
 def observation_variance(likelihood: Any, inputs: list[Tensor], latent: Tensor) -> Tensor | None:
