@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,8 +91,6 @@ def _largest_cluster(x: Tensor) -> Tensor:
     if x.shape[-2] < 3 or not x.numel():
         return x
     for _ in range(_SPLITS):
-        if x.device.type == "cpu" and not _splits(x.numpy()):
-            break
         present = x.isfinite()
         ranges = x.masked_fill(~present, -torch.inf).amax(dim=-2) - x.masked_fill(~present, torch.inf).amin(dim=-2)
         widest = ranges.argmax(dim=-1, keepdim=True).unsqueeze(-1).expand(*x.shape[:-1], 1)
@@ -105,6 +102,8 @@ def _largest_cluster(x: Tensor) -> Tensor:
         smaller = torch.nn.functional.pad(sizes.cumsum(dim=-1)[..., :-1], (1, 0))
         smaller[..., :-_COPIES].masked_fill_(smaller[..., :-_COPIES] == 0, torch.inf)
         wide = sizes > _RATIO * torch.where(smaller > 0, smaller, 1)
+        if x.device.type == "cpu" and not bool(wide.any()) and bool(present.all()):
+            break  # one cluster
         least = sizes.masked_fill(~wide, 0).amax(dim=-1, keepdim=True)
         clusters = torch.nn.functional.pad(((gaps >= least) & (least > 0)).cumsum(dim=-1), (1, 0))
         present = values.isfinite()
@@ -112,21 +111,6 @@ def _largest_cluster(x: Tensor) -> Tensor:
         inside = present & (clusters == counts.argmax(dim=-1, keepdim=True))
         x = x.masked_fill(~torch.empty_like(inside).scatter_(-1, order, inside).unsqueeze(-1), torch.nan)
     return x
-
-
-def _splits(x: np.ndarray) -> bool:
-    """Return whether the points ``(..., m, d)`` lie in several clusters or are not all finite.
-
-    This is the rule of :func:`_largest_cluster` at a tenth of its cost, as every small call of a kernel asks.
-    """
-    if not np.isfinite(x).all():
-        return True
-    widest = np.ptp(x, axis=-2).argmax(axis=-1)[..., None, None]
-    sizes = np.sort(np.diff(np.sort(np.take_along_axis(x, widest, axis=-1), axis=-2), axis=-2), axis=-2)
-    smaller = np.cumsum(sizes[..., :-1, :], axis=-2)
-    many = smaller[..., :-_COPIES, :]
-    many[many == 0] = np.inf
-    return bool((sizes[..., 1:, :] > _RATIO * np.where(smaller > 0, smaller, 1)).any())
 
 
 def _some(x: Tensor) -> Tensor:
