@@ -268,13 +268,13 @@ def _lemma_6(problem, rank):
 @pytest.mark.parametrize("name", ["laplace", "matern"])
 def test_eigenpro_3_exact_projection_ends_at_the_papers_fixed_point(name):
     problem = _problem(50, 8, name, scale=0.3, columns=2, wobble=1.0)
-    solver = EigenPro3(preconditioner="paper", rank=6, subsample_size=50, block_size=50, epochs=150, **PLAIN)
+    solver = EigenPro3(preconditioner="paper", rank=6, subsample_size=50, block_size=50, epochs=100, **PLAIN)
     found = solver.solve(problem).value
     least_squares = torch.linalg.lstsq(_dense(problem.kernel, problem.x, problem.inducing_points), problem.y).solution
     wanted = _lemma_6(problem, 6)
     assert relative(found, wanted) < 1e-6
     assert relative(wanted, least_squares) > 1e-3  # the two are not the same
-    projected = EigenPro3(rank=6, subsample_size=50, block_size=50, epochs=150, **PLAIN).solve(problem).value
+    projected = EigenPro3(rank=6, subsample_size=50, block_size=50, epochs=100, **PLAIN).solve(problem).value
     assert relative(projected, least_squares) < 1e-6
 
 
@@ -300,7 +300,7 @@ def test_eigenpro_4_exact_is_approached_by_a_long_delay():
 def test_the_ridge_is_exact(name, noise):
     """One batch of all points: no noise of sampling, so the fixed point is that of the objective."""
     problem = _problem(60, 8, name, noise=noise, columns=2, scale=0.4, wobble=0.5)
-    found = EigenPro3(rank=5, subsample_size=30, block_size=60, epochs=200, **PLAIN).solve(problem).value
+    found = EigenPro3(rank=5, subsample_size=30, block_size=60, epochs=120, **PLAIN).solve(problem).value
     assert relative(found, QR().solve(problem).value) < 1e-6
 
 
@@ -361,8 +361,8 @@ def test_within_five_percent_of_the_optimum(solver, seed, name, dtype):
 
 
 def test_averaging_and_a_falling_step_help():
-    x, y = _data(800, wobble=1.0)
-    problem = InducingPointProblem(_kernel(), x, y, 0.0, x[:60].clone())
+    x, y = _data(500, wobble=1.0)
+    problem = InducingPointProblem(_kernel(), x, y, 0.0, x[:40].clone())
     kxz = _dense(problem.kernel, x, problem.inducing_points)
     wanted = kxz @ torch.linalg.lstsq(kxz, y.unsqueeze(1)).solution.squeeze(1)
 
@@ -517,7 +517,7 @@ def test_ctrl_c_returns_the_best_weights(interruptible):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_no_matrix_of_all_points_is_made(streamed, many_tiles, monkeypatch):
     monkeypatch.setattr(tall, "_CPU_ENTRIES", 1500)
-    x, y = _data(1000)
+    x, y = _data(600)
     kernel, z = _kernel("matern"), x[:150].clone()
     if streamed:
         problem = InducingPointProblem(kernel, list(zip(x.split(100), y.split(100), strict=True)), None, 0.1, z)

@@ -66,7 +66,7 @@ def counted(patch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-OPTIONS: dict[str, Any] = {"iterations": 9, "tol": 0, "num_probes": 5}
+OPTIONS: dict[str, Any] = {"iterations": 6, "tol": 0, "num_probes": 5}
 CASES: dict[str, dict[str, Any]] = {
     "lbfgs": {"objective": "probes"},
     "adam": {"optimizer": "adam", "learning_rate": 0.5, "objective": "probes"},

@@ -118,8 +118,8 @@ def test_earlier_noises_start_the_later_ones() -> None:
     grid = [10 ** (-k / 3) for k in range(9)]
     with iterative():
         together = sketchgp.noise_path(model, grid, exact=False, num_probes=8)
-        alone = [sketchgp.noise_path(model, [noise], exact=False, num_probes=8) for noise in grid]
-    first = [reports[0].iterations for reports in together.reports]
+        alone = [sketchgp.noise_path(model, [noise], exact=False, num_probes=8) for noise in grid[::2]]
+    first = [reports[0].iterations for reports in together.reports[::2]]
     assert sum(first) < 0.55 * sum(one.reports[0][0].iterations for one in alone)
     assert all(report.converged for reports in together.reports for report in reports)
 

@@ -352,7 +352,7 @@ def solved(name, x, y):
         warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)  # after a few blocks
         if name == "ASkotch":
             problem = sketchgp.FullProblem(kernel, x, y, 1.0)
-            return problem, sketchgp.ASkotch(block_size=100, max_passes=0.2).solve(problem, matmul="tiled").value
+            return problem, sketchgp.ASkotch(block_size=100, max_passes=0.1).solve(problem, matmul="tiled").value
         points = sketchgp.InducingPointProblem(kernel, x, y, 1.0, torch.as_tensor(np.array(x[:40])))
         solver = sketchgp.EigenPro4(epochs=1, subsample_size=300, rank=20, block_size=1000)
         return points, solver.solve(points).value

@@ -69,7 +69,7 @@ def error(matrix, found, expected):
 
 
 def solve(one, **choices):
-    return SketchySAGA(**{"tol": 1e-9, "max_epochs": 300, **choices}).solve(one)
+    return SketchySAGA(**{"tol": 1e-8, "max_epochs": 300, **choices}).solve(one)
 
 
 def too_long(monkeypatch):
@@ -165,7 +165,7 @@ def test_a_noise_for_every_point():
 def test_any_choice_gets_there(choices):
     one = problem(m=6, n=60)
     matrix, rhs = dense(one)
-    solution = solve(one, tol=1e-6, max_epochs=3000, **choices)
+    solution = solve(one, tol=1e-5, max_epochs=3000, **choices)
     assert error(matrix, solution.value, torch.linalg.solve(matrix, rhs)) < 1e-4
     assert solution.report.rank == choices.get("rank", 6)
     if "block_size" in choices:
@@ -323,7 +323,7 @@ def piecewise(one, path, max_epochs, **choices):
 )
 def test_the_same_bits_after_interruptions(way, variant, tmp_path, monkeypatch):
     columns, dtype = (3 if variant == "columns" else None), torch.float32 if variant == "float32" else torch.float64
-    one = problem(matern(dtype), columns=columns, dtype=dtype, n=410)
+    one = problem(matern(dtype), columns=columns, dtype=dtype, n=210)
     choices = {"tol": 1e-3, "max_epochs": 200}
     if variant == "diverging":
         too_long(monkeypatch)
