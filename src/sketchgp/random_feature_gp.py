@@ -112,7 +112,7 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
     def _started(self, learner: Learner) -> None:
         self._restarted(learner)
         if self._paths is not None:
-            learner.widen(learner.columns + self.variance_samples)
+            learner.grow(columns=learner.columns + self.variance_samples)
 
     def _restarted(self, learner: Learner) -> None:
         if self.variance == "samples":

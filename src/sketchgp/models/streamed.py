@@ -150,8 +150,7 @@ class Streamed:
         learner = self._known()
         if learner is None:
             if one:
-                assert torch.is_tensor(problem.x)
-                learner = self.solver.learner_from(problem, problem.x, problem.y, rows)
+                learner = self.solver.learner_from(problem, *problem.first(), rows)
             else:
                 learner = self.solver.learner(problem)
             self._started(learner)

@@ -127,7 +127,7 @@ class FullSolver(Budgeted):
         }  # fmt: skip
 
 
-def require_repeating(first: Callable[[], tuple[Tensor, Tensor]], once: bool = False) -> None:
+def require_repeating(first: Callable[[], tuple[Any, Tensor]], once: bool = False) -> None:
     """See that a stream can be gone on with from a checkpoint.
 
     :param first: gives its first batch; :param once: whether it can be gone through once only.

@@ -243,7 +243,7 @@ class FollowedPoints:
         own = torch.arange(count - len(self.rows), count, device=near.device)
         near[..., self.rows, own] = -1
         indices = near.topk(size, dim=-2).indices
-        all_near, half, floor = [], [], []
+        parts = []
         for j in range(count):
             index = indices[..., j].expand(*batch, size) if batch else indices[..., j]
             block = access.block(indices[..., j], indices[..., j])
@@ -255,10 +255,8 @@ class FollowedPoints:
             of_new = noise[..., self.rows[k]] if k >= 0 else noise.gather(-1, index[..., :1]).squeeze(-1)
             latent = self.prior[..., j].unsqueeze(-1) - explained[..., [-1, (size - 1) // 2]]
             both = (latent.clamp(min=0) + of_new.unsqueeze(-1)).sqrt()
-            all_near.append(both[..., 0])
-            half.append(both[..., 1])
-            floor.append(of_new.sqrt())
-        deviations, least = torch.stack(all_near, dim=-1), torch.stack(floor, dim=-1)
-        falling = (deviations / torch.stack(half, dim=-1)).nan_to_num(1.0).median(dim=-1, keepdim=True).values
+            parts.append(torch.stack([both[..., 0], both[..., 1], of_new.sqrt()]))
+        deviations, half, least = torch.stack(parts, dim=-1)
+        falling = (deviations / half).nan_to_num(1.0).median(dim=-1, keepdim=True).values
         doublings = min(_DOUBLINGS, max(0.0, math.log2((n - 1) / size)))
         return torch.maximum(deviations.nan_to_num(0.0) * falling**doublings, least)

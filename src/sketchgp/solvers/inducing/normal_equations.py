@@ -40,10 +40,8 @@ class NormalEquationsSolver(InducingPointSolver):
     max_iterations: int = 200
 
     def __post_init__(self) -> None:
-        settle(self, tolerance, "tol")
-        self._check_common()
-
-    def _check_common(self) -> None:
+        if not self._predictions:
+            settle(self, tolerance, "tol")
         self._check_budget()
         settle(self, count, "max_iterations")
 

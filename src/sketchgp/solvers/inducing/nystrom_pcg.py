@@ -62,10 +62,10 @@ class NystromPCG(NormalEquationsSolver):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         settle(self, number, "tol", above=0, finite=True)
         settle(self, count, "rank", optional=True)
         settle(self, seed, "seed")
-        self._check_common()
 
     def _rank(self, m: int, device: torch.device) -> int:
         if self.rank is not None:

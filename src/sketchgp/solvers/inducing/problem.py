@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...checks import found, instance, tensor, variances
 from ...errors import InputError
-from ...memory import available_memory
+from ...memory import require_memory
 from ...operators import KernelMatrix
 from ...operators.tall import NormalMatrix, TallMatrix
 from ...row_sources import RowSource, whole_or_source, whole_targets
@@ -127,8 +127,7 @@ class InducingPointProblem:
     @property
     def target_shape(self) -> torch.Size:
         """Shape of one target, () or (t,); of a stream that of its first batch."""
-        y = self.first()[1] if self.y is None else self.y
-        return y.shape[1:]
+        return self.first()[1].shape[1:]
 
     @property
     def expected_rows(self) -> int:
@@ -161,11 +160,13 @@ class InducingPointProblem:
             raise InputError(f"{solver} expects noise above 0; EigenPro4 and EigenPro3 do without.")
         return self.x
 
-    def first(self) -> tuple[Tensor, Tensor]:
-        """Return the first batch of a stream, as it is given.
+    def first(self) -> tuple[Tensor | RowSource, Tensor]:
+        """Return x and y, or the first batch of a stream, as they are given.
 
         :raises InputError: for a stream without any, or one that does not fit.
         """
+        if isinstance(self.x, Tensor | RowSource) and self.y is not None:
+            return self.x, self.y
         for x, y in self.batches():
             return x, y
         raise InputError("x expects a stream of at least one batch, got none.")
@@ -202,12 +203,8 @@ class InducingPointProblem:
 
         :raises InputError: where it does not fit into the memory that is free.
         """
-        needed, free = 8 * self.m**2, available_memory(self.device)
-        if needed > free:
-            raise InputError(
-                f"k(z, z) takes {needed / 2**30:.1f} GiB for m = {self.m} and {free / 2**30:.1f} GiB are free; use "
-                "fewer inducing points, or solver=NystromPCG() or EigenPro4(), which do not store it."
-            )
+        advice = "use fewer inducing points, or solver=NystromPCG() or EigenPro4(), which do not store it."
+        require_memory(8 * self.m**2, self.device, f"k(z, z) for m = {self.m}", advice)
         return self._kzz_by_tiles().to_dense()
 
     def _kzz_by_tiles(self) -> KernelMatrix:

@@ -354,13 +354,8 @@ class Saga(Refined):
         self.notes.append(
             f"the residual grew to {worst:.1e} in epoch {self.done:.0f}; took back its steps, halved the next ones"
         )
-        if not torch.equal(self.anchor[0], self.best):
-            self.w = self.best
-            self._sweep()
-            return
-        self.w, psi, self.total, self.noise_term = self.anchor
-        self.psi, self.current = psi.clone(), self.true
-        self._compare(psi, self.noise_term)
+        self.w = self.best
+        self._sweep()
 
     # --- residuals ------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from ...fingerprint import tensor_mark
 from ...operators.marks import kernel_mark
 from ...operators.tall import TallMatrix
 from ...report import conclude
-from ...row_sources import RowSource
 from ..choices import Budgeted, require_repeating
 from ..loop import HeldOut, Method, Progress, clock, compare_ranks, solve_marks
 from ..problem import Solution
@@ -102,14 +101,12 @@ class InducingPointSolver(Budgeted):
 
     def _marks(self, problem: InducingPointProblem) -> dict[str, str]:
         """Return marks that tell one solve from another."""
-        x, y = problem.first() if problem.streamed else (problem.x, problem.y)
-        assert isinstance(x, Tensor | RowSource) and y is not None
-        noise = problem.noise if torch.is_tensor(problem.noise) else torch.tensor(float(problem.noise))
+        x, y = problem.first()
         return {
             "the training inputs": tensor_mark(x),
             "the inducing points": tensor_mark(problem.inducing_points),
             "the kernel": kernel_mark(problem.kernel, problem.inducing_points),
-            **solve_marks(noise, y, self._described()),
+            **solve_marks(problem.noise, y, self._described()),
         }
 
 

@@ -59,9 +59,7 @@ class Checkpoint:
         return there if self.shards is None else bool(self.shards.agree(there))
 
     def save(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Replace the file; whenever the process dies, the path holds a whole file or the one before."""
-        if not self.ours:
-            return
+        """Replace the file, by rank 0; whenever it dies, the path holds a whole file or the one before."""
         described = {"format": _FORMAT, "problem": self.problem, "state": plain}
         described |= {"ranks": self.ranks, "rough": self.rough}
         try:
@@ -121,11 +119,11 @@ def compare_ranks(owner: str, marks: Callable[[], dict[str, str]]) -> None:
         shards.exchange.alike(owner, marks())
 
 
-def solve_marks(noise: Tensor, targets: Tensor, choices: str) -> dict[str, str]:
+def solve_marks(noise: float | Tensor, targets: Tensor, choices: str) -> dict[str, str]:
     """Marks of what all solves have beside inputs and kernel: equal marks, equal solves (on one device and number of
     threads)."""
     return {
-        "the noise": tensor_mark(noise),
+        "the noise": tensor_mark(noise if torch.is_tensor(noise) else torch.tensor(float(noise))),
         "the targets": tensor_mark(targets),
         "the solver's choices": text_mark(choices),
         "the device": targets.device.type,

@@ -145,16 +145,14 @@ class DoublyStochastic(Budgeted):
 
         :raises InputError: for a stream without a batch.
         """
-        x, y = problem.first() if problem.streamed else (problem.x, problem.y)
-        assert torch.is_tensor(x)
+        x, y = problem.first()
         return self.learner_from(problem, x, y, problem.rows if problem.streamed else len(x))
 
-    def learner_from(self, problem: RandomFeatureProblem, x: Tensor, y: Tensor | None, rows: int | None) -> Learner:
+    def learner_from(self, problem: RandomFeatureProblem, x: Tensor, y: Tensor, rows: int | None) -> Learner:
         """Return a function that is 0, for a problem of which a first batch is known.
 
         :param rows: n, where it is known.
         """
-        assert y is not None
         if isinstance(problem.targets, Targets):
             problem.targets.columns = y.reshape(len(y), -1).shape[1]
         columns = problem.targets.columns or 0
@@ -240,13 +238,12 @@ class DoublyStochastic(Budgeted):
 
     def _marks(self, problem: RandomFeatureProblem, learner: Learner) -> dict[str, str]:
         """Return marks that tell one solve from another."""
-        x, y = problem.first() if problem.streamed else (problem.x, problem.y)
-        assert torch.is_tensor(x) and y is not None
+        x, y = problem.first()
         return {
             "the training inputs": tensor_mark(x),
             "the kernel": kernel_mark(problem.kernel, learner.features.origin),
             _LEARNED: tensor_mark(learner.coefficients, learner.average) + f" {learner.steps}",
-            **solve_marks(torch.tensor(float(problem.noise)), y, f"{self._described()} {problem.loss} {learner.pairs}"),
+            **solve_marks(problem.noise, y, f"{self._described()} {problem.loss} {learner.pairs}"),
         }
 
     def _facts(self, learner: Learner, method: Learning) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...devices import fetched
 from ...errors import NumericalError
@@ -69,12 +70,11 @@ class Learner:
     def columns(self) -> int:
         return self.coefficients.shape[2]
 
-    def widen(self, columns: int) -> None:
-        """To more columns, 0 so far."""
-        more = columns - self.columns
-        if more > 0:
-            pads = (torch.nn.functional.pad(t, (0, more)) for t in (self.coefficients, self.average))
-            self.coefficients, self.average = pads
+    def grow(self, pairs: int = 0, columns: int = 0) -> None:
+        """Take in more pairs or columns, 0 so far, where there are fewer."""
+        missing = (0, max(0, columns - self.columns), 0, 0, 0, max(0, pairs - len(self.coefficients)))
+        if any(missing):
+            self.coefficients, self.average = (pad(t, missing) for t in (self.coefficients, self.average))
 
     def all_columns(self, targets: Tensor, x: Tensor, numbers: Callable[[], Tensor]) -> Tensor:
         """Append further columns to targets ``(b, t)``, and make f as wide; each rank has those of its rows, and zeros.
@@ -87,7 +87,7 @@ class Learner:
             more = made.new_zeros(len(x), made.shape[1])
             more[own] = made
             targets = torch.cat([targets, more], dim=1)
-        self.widen(targets.shape[1])
+        self.grow(columns=targets.shape[1])
         return targets
 
     def begin(self, *data: Tensor) -> None:
@@ -132,7 +132,7 @@ class Learner:
             assert self.total is not None
             newton = _Newton(phi, weights, ridge, 2 * self.total, len(x), whole)
         self._look(f, newton, [] if asks is None else asks(f))
-        self._grow(which.stop)
+        self.grow(which.stop)
         steady = self.loss.steady if whole and self.choices.preconditioned else None
         if newton is not None:
             self._preconditioned(which, newton, slope, steady)
@@ -186,12 +186,6 @@ class Learner:
         """Return the pairs that the step changes."""
         stop = self.place + self.pairs
         return slice(self.place, min(stop, self.total) if self.total else stop)
-
-    def _grow(self, pairs: int) -> None:
-        more = pairs - len(self.coefficients)
-        if more > 0:
-            zeros = self.coefficients.new_zeros(more, 2, self.columns)
-            self.coefficients, self.average = (torch.cat([t, zeros]) for t in (self.coefficients, self.average))
 
     def _plain(self, which: slice, phi: Tensor, slope: Tensor, ridge: float, rows: int) -> None:
         """``f <- (1 - step lambda) f - step l'(f(x), y) k_j(x, .)`` with ``k_j`` the kernel of the features of the

@@ -70,8 +70,9 @@ class Learning(ByEpochs):
         return 1 if self.problem.loss != "squared" else self.problem.targets.columns
 
     def step(self) -> bool:
-        x, y, places = self._next()
-        learner, problem = self.learner, self.problem
+        x, y = self.next_batch()
+        learner, problem, seen = self.learner, self.problem, self.rows + len(x)
+        places = torch.arange(self.rows, seen) if problem.streamed else self.order[self.rows : seen]
         owner = f"batch {self.seen} of epoch {self.epoch}"
         same_points(owner, x, learner.features.origin)
         own = problem.targets.encode(owner, y, x)
@@ -109,13 +110,6 @@ class Learning(ByEpochs):
         if self.problem.streamed and (self.most > 1 or self.problem.rows is not None):
             return row_numbers(x, targets)
         return places.to(x.device) + self.learner.first
-
-    def _next(self) -> tuple[Tensor, Tensor, Tensor]:
-        """A batch of the epoch under way, or the first one of the next, and the places of its rows in the data."""
-        x, y = self.next_batch()
-        if self.problem.streamed:
-            return x, y, torch.arange(self.rows, self.rows + len(x))
-        return x, y, self.order[self.rows : self.rows + len(x)]
 
     def batches(self) -> Iterator[Batch]:
         problem = self.problem

@@ -248,11 +248,12 @@ class RandomFeatureProblem:
         return not known and iter(self.x) is iter(self.x)
 
     def first(self) -> Batch:
-        """The first batch of a stream, which is not taken from it.
+        """Return x and y, or the first batch of a stream, which is not taken from it.
 
         :raises InputError: where there is none, or it does not fit.
         """
-        assert not torch.is_tensor(self.x)
+        if torch.is_tensor(self.x) and self.y is not None:
+            return self.x, self.y
         feed = self.x
         if self.once:
             feed, self.x = itertools.tee(self.x)
