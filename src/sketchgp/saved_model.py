@@ -206,7 +206,7 @@ def predict_rows(
         return values
 
     powers = {"variance": 2, "observation_variance": 2, "variance_error_bound": 2, "variance_standard_error": 0}
-    powers |= {"mean_error_bound": 1, "mean_error_bound_deviations": 0}
+    powers["mean_error_bound"] = 1
     scaled = {name: of_all_rows(getattr(predicted, name), scaling.y_std**power) for name, power in powers.items()}
     prediction = replace(predicted, mean=of_all_rows(scaling.unscale_mean(predicted.mean)), **scaled)
     return Predicted(prediction, int(lacking.sum()), strangers)

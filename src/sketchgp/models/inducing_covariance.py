@@ -80,9 +80,7 @@ class SparsePrior(LinearOperator):
     def __add__(self, other: Any) -> LinearOperator:
         if isinstance(other, DiagLinearOperator) and self.noise is None:
             noise = other.diagonal(dim1=-1, dim2=-2).expand(len(self.x))
-            return SparsePrior(
-                self.x, collapse=self.collapse, term=self.term, noise=noise, noises_differ=self.noises_differ
-            )
+            return SparsePrior(self.x, **{**self._kwargs, "noise": noise})
         return super().__add__(other)
 
     def inv_quad_logdet(

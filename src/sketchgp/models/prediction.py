@@ -39,9 +39,8 @@ class Prediction(Shown):
     800 points the matrix is factorized, and a saved model brings its solution.
     ``mean_error_bound`` ``(m,)`` float64 is certain: no mean is further than that from the one that exact arithmetic
     makes of the same model.  It is ``k(x, x)^1/2`` times ``report.error_bound``, and the rounding of the mean itself.
-    ``mean_error_bound_deviations`` is it over the posterior deviation of an observation, where variances are exact.
     ``variance_error_bound`` ``(m,)`` float64 is as certain of exact variances (arXiv:2102.08314).
-    All are None for all but models of one plain kernel without batch, and where ``report.error_bound`` is not there
+    Both are None for all but models of one plain kernel without batch, and where ``report.error_bound`` is not there
     (docs/solvers.md, "How sure is the answer"): the rounding of kernels without a fast path is not known.  Nor is that
     of inputs that ``forward`` computes, and, for the mean, of a prior mean that is not constant.
     """
@@ -54,7 +53,6 @@ class Prediction(Shown):
     report: SolveReport | None
     variance_standard_error: Tensor | None = None
     mean_error_bound: Tensor | None = None
-    mean_error_bound_deviations: Tensor | None = None
     variance_error_bound: Tensor | None = None
 
     @property
@@ -66,6 +64,14 @@ class Prediction(Shown):
         if self.variance is None:
             raise InputError("Prediction: stddev expects variances, got variance=None; call predict with another one.")
         return self.variance.clamp_min(0).sqrt()
+
+    @property
+    def mean_error_bound_deviations(self) -> Tensor | None:
+        """``mean_error_bound`` over the posterior deviation of an observation, where variances are exact."""
+        bound, variance = self.mean_error_bound, self.observation_variance
+        if bound is None or variance is None or self.variance_method != "exact":
+            return None
+        return bound / variance.to(torch.float64).sqrt()
 
     def confidence_region(self) -> tuple[Tensor, Tensor]:
         """Return ``mean - 2 stddev`` and ``mean + 2 stddev``, as GPyTorch's distributions do: without the noise.

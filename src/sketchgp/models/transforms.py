@@ -132,7 +132,7 @@ class Transforms:
         final_mean = plain(new_mean)
         changed = replace(
             prediction, mean=final_mean, variance=plain(new_variance), observation_variance=plain(new_observed),
-            mean_error_bound=None, mean_error_bound_deviations=None, variance_error_bound=None,
+            mean_error_bound=None, variance_error_bound=None,
         )  # fmt: skip
         if not self._linear:
             changed.variance_standard_error = None
@@ -146,10 +146,6 @@ class Transforms:
         scaled = squares.sqrt() * prediction.mean.abs().to(torch.float64)
         rounding = eps * sizes + 4 * torch.finfo(torch.float64).eps * (sizes + scaled)
         changed.mean_error_bound = bound * squares.sqrt() + rounding
-        if prediction.mean_error_bound_deviations is not None:
-            changed.mean_error_bound_deviations = (
-                changed.mean_error_bound / changed.observation_variance.to(torch.float64).sqrt()
-            )
         if off is not None:
             changed.variance_error_bound = off * squares + 2 * eps * changed.variance.to(torch.float64)
         return changed

@@ -89,8 +89,4 @@ def _predicted(
         return prediction
     parts = conditioned.variances(inputs, method, variance != "auto", batch_size, show)
     observed = observation_variance(model.likelihood, inputs, parts["variance"])
-    prediction = dataclasses.replace(prediction, observation_variance=observed, **parts)
-    bound = prediction.mean_error_bound
-    if method == "exact" and bound is not None and observed is not None:
-        prediction.mean_error_bound_deviations = bound / observed.to(torch.float64).sqrt()
-    return prediction
+    return dataclasses.replace(prediction, observation_variance=observed, **parts)
