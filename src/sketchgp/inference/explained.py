@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operators import LowRankPlusDiagonal
 from ..operators.substitution import cholesky_solve
 from ..report import SolveReport
 from ..solvers import Cholesky, ConjugateGradients, System
@@ -47,20 +46,15 @@ class Explained:
 
 
 def solve(
-    system: System,
-    c: Tensor,
-    solver: ConjugateGradients,
-    goal: Goal,
-    preconditioner: LowRankPlusDiagonal | None = None,
-    **options: Any,
+    system: System, c: Tensor, solver: ConjugateGradients, goal: Goal, **options: Any
 ) -> tuple[Explained, SolveReport]:
     """Solve ``A w = c``, c ``(..., n, m)`` float64, to the solver's tolerance, and on to a goal.
 
     A solve that falls short warns.
 
-    :param preconditioner: of the system; :param options: further arguments of :meth:`ConjugateGradients.explain`.
+    :param options: further arguments of :meth:`ConjugateGradients.explain`, such as the preconditioner.
     """
-    weights, product, report = solver.explain(system, c, preconditioner, goal, **options)
+    weights, product, report = solver.explain(system, c, goal=goal, **{"preconditioner": None, **options})
     if report.error_bound is None or report.quadratic_bounds is None or weights.dim() > 2:
         return Explained(weights, product), report
     certain = torch.stack([report.error_bound, *report.quadratic_bounds]).to(c.device)

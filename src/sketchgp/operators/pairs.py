@@ -57,6 +57,7 @@ class Pairs:
     :ivar whole: for some rows and columns of other pairs, those pairs and the rows, ``(r,)``; None for all rows.
     :ivar known: which rows and columns are far from the centre, where it was found for other pairs; else None.
     :ivar layout: which tiles can be left out (:mod:`.nearby`); None for none.
+    :ivar memory: values that are remembered until a tensor changes.
     :ivar stores: whether the matrix may be stored; False once memory ran out.
     :ivar compared: the ranks that were found to hold the same pairs.
     """
@@ -97,7 +98,7 @@ class Pairs:
         batch = torch.broadcast_shapes(*batches) if batches else ()
         self.batch_shape, self.shape = torch.Size(batch), torch.Size((*batch, x1.shape[-2], x2.shape[-2]))
         self.flat_batch = torch.Size((self.batch_shape.numel(),) if batch else ())
-        self._memory = Memory()
+        self.memory = Memory()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -151,11 +152,7 @@ class Pairs:
 
     def remember(self, name: Hashable, make: Callable[[], T]) -> T:
         """Return ``make()``, or what it returned before while none of the tensors has changed."""
-        return self._memory.remember(name, make, (self.x1, self.x2), self.parameters)
-
-    def remembers(self, name: Hashable) -> bool:
-        """Return whether a value of that name is there, which may be outdated."""
-        return name in self._memory
+        return self.memory.remember(name, make, (self.x1, self.x2), self.parameters)
 
 
 # --- parts of pairs, and which rows lie far from the centre ---------------------------------------------------------

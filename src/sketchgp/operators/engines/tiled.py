@@ -322,7 +322,7 @@ class Dense(Engine):
 
     def holds(self, pairs: Pairs) -> bool:
         """Return whether the matrix has been stored."""
-        return pairs.remembers(_STORED)
+        return _STORED in pairs.memory
 
     def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
         stored = self.kept(pairs)
