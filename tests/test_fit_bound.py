@@ -227,7 +227,7 @@ def test_losses_by_bounds_never_rise_and_are_the_same_each_time(name: str) -> No
     for seed in (0, 1):
         torch.manual_seed(seed)
         model = sketchgp.accelerate(SOLVED[name].build()[0])
-        history = sketchgp.fit(model, objective="bound", iterations=8, seed=seed)
+        history = sketchgp.fit(model, objective="bound", iterations=5, seed=seed)
         ends = [0, *history.restarts, len(history.losses)]
         for first, last in zip(ends, ends[1:], strict=False):
             part = history.losses[first:last]

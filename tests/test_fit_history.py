@@ -64,8 +64,8 @@ def test_standard_errors_fall_with_the_probes() -> None:
 def test_an_improvement_below_its_error_is_none() -> None:
     """The loss goes on falling, by less than the probes can tell; unless it is to go on until the very end."""
     with iterative(tol=1e-6):
-        ended = fitted(num_probes=3, iterations=30, tol=1e-12)
-        to_the_end = fitted(num_probes=3, iterations=30, tol=0)
+        ended = fitted(num_probes=3, iterations=20, tol=1e-12)
+        to_the_end = fitted(num_probes=3, iterations=20, tol=0)
     assert ended.reason == "the loss has settled"
     assert len(ended.losses) < len(to_the_end.losses)
     assert ended.best_loss - to_the_end.best_loss < ended.standard_errors[-1]

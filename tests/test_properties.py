@@ -62,7 +62,7 @@ CASES = int(os.environ.get("SKETCHGP_PROPERTY_CASES", "0"))
 SEED = os.environ.get("SKETCHGP_PROPERTY_SEED")
 LOG = os.environ.get("SKETCHGP_PROPERTY_LOG")
 SHARES = {"model": 0.5, "full": 0.25, "inducing": 0.25}
-DEFAULT = 40
+DEFAULT = 28
 REFUSALS = (InputError, NumericalError, NotPSDError, NanError)
 PROBES = 100
 
