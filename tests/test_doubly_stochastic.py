@@ -717,7 +717,7 @@ def test_bad_choices():
         gp(kernel=LinearKernel().double())
     with pytest.raises(InputError, match="loss expects"):
         RandomFeatureProblem(a_kernel(), X, Y, 0.1, "absolute")
-    with pytest.raises(InputError, match="DoublyStochastic expects a RandomFeatureProblem"):
+    with pytest.raises(InputError, match=r"DoublyStochastic\.solve: problem expects a RandomFeatureProblem"):
         DoublyStochastic().solve(X)
 
 

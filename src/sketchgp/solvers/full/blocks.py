@@ -75,7 +75,7 @@ def block_inverse(block: Tensor, noise: Tensor, rank: int | None, generator: tor
         block.diagonal().add_(noise)
         root, info = torch.linalg.cholesky_ex(block)
         return BlockInverse(lambda g: cholesky_solve(g, root), 1.0, info > 0)
-    apply: Callable[[Tensor], Tensor] = _identity
+    apply: Callable[[Tensor], Tensor] = torch.nn.Identity()
     if rank:
         factor = whole(gaussian_nystrom(Access.stored(block), rank, generator=generator).factor)
         least = torch.linalg.eigvalsh(factor.mT @ factor)[0].clamp(min=0)
@@ -86,10 +86,6 @@ def block_inverse(block: Tensor, noise: Tensor, rank: int | None, generator: tor
 
     largest = smoothness(product, apply, len(block), generator=generator, device=block.device)
     return BlockInverse(apply, largest.clamp(min=torch.finfo(torch.float64).tiny))
-
-
-def _identity(g: Tensor) -> Tensor:
-    return g
 
 
 class SharedInverses:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ...checks import count, found, settle, tolerance, word
+from ...checks import count, instance, settle, tolerance, word
 from ...errors import InputError
 from ...fingerprint import tensor_mark
 from ...operators import LowRankPlusDiagonal
@@ -103,10 +103,8 @@ class ConjugateGradients(FullSolver):
         owner = "ConjugateGradients.solve"
         self.validate(problem)
         choice = RPCholesky() if isinstance(preconditioner, str) and preconditioner == "auto" else preconditioner
-        if choice is not None and not isinstance(choice, Preconditioner):
-            raise InputError(
-                f"{owner}: preconditioner expects a choice such as RPCholesky(), None or 'auto', got {found(choice)}."
-            )
+        if choice is not None:
+            instance(owner, "preconditioner", choice, Preconditioner, "a choice such as RPCholesky(), None or 'auto'")
         options = self._options(problem, matmul, initial, callback, held_out, progress)
         began, system, built = clock(), problem.system(matmul), None
         if choice is not None:

@@ -226,21 +226,14 @@ class Refinement(Refined):
             require_finite(next(answers))
         estimate = next(answers) if closes else None
         if point is not None:
-            self._look_at_rounding(next(answers))
+            rounding = self.finite(next(answers))
+            if bool(((rounding > _ROUNDED * self.estimated) & (self.estimated > self.tol)).any()):
+                self._refine()
         if self.reason is None and estimate is not None:
             self.estimated = estimate
             self.window_rows, self.window_squares = 0, torch.zeros_like(self.window_squares)
             self._watch_growth(largest_of(estimate))
         return self.reason is not None or estimate is not None
-
-    def _look_at_rounding(self, rounding: Tensor) -> None:
-        """Correct the residual where rounding dominates it.
-
-        :param rounding: relative error of products in the operator's dtype, ``(t,)`` on the CPU.
-        """
-        self.finite(rounding)
-        if bool(((rounding > _ROUNDED * self.estimated) & (self.estimated > self.tol)).any()):
-            self._refine()
 
     def _watch_growth(self, largest: float) -> None:
         """Shrink the step of a method that can, where the residual grows; a method that cannot must not diverge.

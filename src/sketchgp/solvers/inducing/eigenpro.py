@@ -201,12 +201,10 @@ class EigenProSolver(InducingPointSolver):
         directions, projection, batch = method.model.directions, method.model.projection, method.block_size
         rank = directions.factor.shape[1]
         notes = ["the residual is that of training points, not of the normal equations"]
-        of_inducing = directions.rows is not None
+        of_inducing = isinstance(directions.rows, Tensor)
         for name in ("rank", "subsample_size"):
             kind = "inducing points" if of_inducing else "points"
             notes += cut(name, getattr(self, name), directions.sampled, kind)
-        if projection.worst:
-            notes.append("projections ended above their tolerance")
         details: dict[str, float | str] = {
             "block_size": batch,
             "subsample_size": directions.sampled,
@@ -215,6 +213,7 @@ class EigenProSolver(InducingPointSolver):
             "delay": method.delay,
         }
         if projection.worst:
+            notes.append("projections ended above their tolerance")
             details["projection_residual"] = projection.worst
         if method.without_noise:
             notes.append("ended in its first epoch of the stream, which is without the noise")

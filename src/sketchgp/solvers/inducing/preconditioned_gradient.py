@@ -39,7 +39,7 @@ _TOL = 1e-3  # of the projected directions: the less accurate, the smaller the s
 class Directions:
     """``P f = f - K(., C) G G^T f(C)``, and what the step rule needs to know of it.
 
-    :ivar points: C ``(c, d)``; None for the inducing points, or those of them at ``rows`` ``(c,)``.
+    :ivar points: C ``(c, d)``; None for the inducing points at ``rows``, all or an index ``(c,)``.
     :ivar factor: G ``(c, q)``.
     :ivar at_points: ``K(C, C) G`` ``(c, q)``; None where C are inducing points: then it is a part of ``at_inducing``.
     :ivar at_inducing: ``K(Z, C) G`` ``(m, q)``.
@@ -54,19 +54,9 @@ class Directions:
     at_inducing: Tensor
     beta: float
     lam: float
-    rows: Tensor | None = None
-    entries: int = 0
-    sampled: int = 0
-
-    def of(self, values: Tensor) -> Tensor:
-        """Values ``(m, t)`` at the inducing points, at C; where C are inducing points."""
-        return values if self.rows is None else values[self.rows]
-
-    def among(self, weights: Tensor) -> Tensor:
-        """Weights ``(c, t)`` of C as weights ``(m, t)`` of the inducing points; where C are inducing points."""
-        if self.rows is None:
-            return weights
-        return weights.new_zeros(len(self.at_inducing), weights.shape[1]).index_copy_(0, self.rows, weights)
+    rows: Tensor | slice
+    entries: int
+    sampled: int
 
     def step(self, batch: int, ridge: float = 0.0) -> float:
         """The step of a batch of so many points, where the objective has ``ridge`` = noise / n for each of them.
@@ -127,9 +117,9 @@ def find_directions(
     entries = size * (size + len(problem.inducing_points)) + len(judged) ** 2
     entries += len(points) * (size if rows is not None or not commuting else len(problem.inducing_points))
     if commuting:
-        chosen = None if rows is None else rows[top.indices]
+        chosen = slice(None) if rows is None else rows[top.indices]
         return Directions(None, factor, None, at_inducing, beta, lam, chosen, entries, size)
-    return Directions(subsample, factor, images[:size], at_inducing, beta, lam, None, entries, size)
+    return Directions(subsample, factor, images[:size], at_inducing, beta, lam, slice(None), entries, size)
 
 
 class Model:
@@ -174,10 +164,11 @@ class Model:
         g = -y[own]
         for points, weights in zip(self.points, self.weights, strict=True):
             g += self._tall(x, points).own_matmul(weights)
+        weights = self.base
         if directions.points is None:
-            weights = self.base + directions.among(self.correction)
+            weights = weights.clone()
+            weights[directions.rows] += self.correction
         else:
-            weights = self.base
             to_points = self._tall(x, directions.points)
             g += to_points.own_matmul(self.correction)
         gradient = torch.zeros_like(self.base)
@@ -186,10 +177,10 @@ class Model:
             g[rows] += tile @ weights
             gradient.addmm_(tile.mT, g[rows])
         g, gradient = tall.joined(g, gradient)
-        at_points = directions.of(gradient) if directions.points is None else to_points.t_matmul(g)
+        at_points = gradient[directions.rows] if directions.points is None else to_points.t_matmul(g)
         slowed = step * (directions.factor.mT @ at_points)
         if decay:
-            h_points = directions.of(self.h) if self.h_points is None else self.h_points
+            h_points = self.h[directions.rows] if self.h_points is None else self.h_points
             slowed += decay * (directions.at_inducing.mT @ self.base + directions.factor.mT @ h_points)
             self._shrink(1 - decay)
         self.correction += directions.factor @ slowed

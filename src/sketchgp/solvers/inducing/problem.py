@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import found, instance, tensor, variances
+from ...checks import instance, tensor, variances
 from ...errors import InputError
 from ...memory import require_memory
 from ...operators import KernelMatrix
@@ -87,8 +87,7 @@ class InducingPointProblem:
         self.weights = None
         self.x, self.y = whole_or_source(x, z), whole_targets(y, z)
         if not isinstance(self.x, Tensor | RowSource):
-            if not isinstance(self.x, Iterable):
-                raise InputError(f"{owner}: x expects a tensor or an iterable of batches (x, y), got {found(self.x)}.")
+            instance(owner, "x", self.x, Iterable, "a tensor or an iterable of batches (x, y)")
             if self.y is not None:
                 raise InputError(
                     f"{owner}: y expects None where x is a stream of batches (x, y): the stream holds the targets."

@@ -63,7 +63,8 @@ class SplitGradients(Cycles):
         super().__init__(b, Space(len(b)), True)
         self.name, self.size, self.data_rows = name, len(b), matrix.tall.shape[0]
         self.matrix_entries = float(self.size * self.data_rows)
-        self.predictions, self.factors, self.tol = predictions, factors, tol
+        self.predictions, self.tol = predictions, tol
+        self.factors = TriangularFactors([]) if factors is None else factors
         self.deepest = factors.deepest() if predictions and isinstance(factors, NystromRoot) else None
         self.deep = False
         self.matrix, self.evaluated = matrix, matrix.tall.evaluated
@@ -73,9 +74,9 @@ class SplitGradients(Cycles):
         self.recurrence = self.active = self.target = self.norm[:0]
 
     @property
-    def root(self) -> TriangularFactors | NystromRoot | None:
+    def root(self) -> TriangularFactors | NystromRoot:
         """The preconditioner, as the present cycle has it."""
-        return self.deepest if self.deep else self.factors
+        return self.deepest if self.deep and self.deepest is not None else self.factors
 
     @property
     def tally(self) -> dict[str, float]:
@@ -92,7 +93,7 @@ class SplitGradients(Cycles):
             self.r -= self._product(self.value)
         self.best, self.residual = self.value.clone(), self.r.norm(dim=0) / self.norm
         self.true = self.current = self.residual
-        self.energy = self._back(self.r).square().sum(dim=0)  # by the recurrence
+        self.energy = self.root.inverse_t(self.r).square().sum(dim=0)  # by the recurrence
         self.gained = (self.value * (self.b + self.r)).sum(dim=0)  # ||w*||_M^2 less the squared error
         self.deviations = torch.full_like(self.norm, torch.inf)
         self.start = self.before = torch.full_like(self.norm, torch.inf)
@@ -126,7 +127,7 @@ class SplitGradients(Cycles):
             reason = Reason.REACHED
         sketched = self.factors.sketched if isinstance(self.factors, TriangularFactors) else None
         if converged and sketched is not None and isinstance(self.matrix.kzz, Tensor):
-            moved, too_far = moved_by_rounding(self._back, sketched, self.matrix.kzz, self.matrix.level)
+            moved, too_far = moved_by_rounding(self.root.inverse_t, sketched, self.matrix.kzz, self.matrix.level)
             if bool(too_far.any()):
                 converged, reason = False, Reason.SINGULAR
                 self.deviations = torch.where(self.deviations.isinf(), moved, self.deviations)
@@ -139,10 +140,7 @@ class SplitGradients(Cycles):
         return Outcome(self.best, self.residual, converged, reason, facts)
 
     def iterate(self) -> Tensor:
-        return self.value + self._uncoordinated(self.u) if self.cycling else self.value
-
-    def _uncoordinated(self, u: Tensor) -> Tensor:
-        return u if self.root is None else self.root.inverse(u)
+        return self.value + self.root.inverse(self.u) if self.cycling else self.value
 
     def _judged(self, residual: Tensor) -> Tensor:
         """Return the quantity that the tolerance is for."""
@@ -162,7 +160,7 @@ class SplitGradients(Cycles):
         self.r = self.b - self._product(self.value)
         current = self.r.norm(dim=0) / self.norm
         self.finite(current)
-        energy, gained = self._back(self.r).square().sum(dim=0), (self.value * (self.b + self.r)).sum(dim=0)
+        energy, gained = self.root.inverse_t(self.r).square().sum(dim=0), (self.value * (self.b + self.r)).sum(dim=0)
         seen = torch.maximum(self._seen(energy), self._beyond(self.r))
         lost = (energy > _LOST * self.energy) & (seen > _NEGLIGIBLE * (self.tol if self.predictions else 1))
         better = gained >= self.gained if self.predictions else current < self.residual
@@ -192,11 +190,11 @@ class SplitGradients(Cycles):
         """Begin a cycle on ``B u = R^-T r`` from u = 0."""
         if not self.deep and bool(((self._beyond(self.r) > self.tol) & (self._seen(self.energy) <= self.tol)).any()):
             self.deep = True
-            self.energy = self._back(self.r).square().sum(dim=0)
+            self.energy = self.root.inverse_t(self.r).square().sum(dim=0)
             self.notes.append("the rest was below the roundoff of the matrix; went on with less damping")
         self.cycling, self.start, self.before = True, self.r.norm(dim=0) / self.norm, self.energy
         self.target = torch.full_like(self.start, 0.0 if self.predictions else 0.95 * self.tol)
-        self.s = self._back(self.r).clone()
+        self.s = self.root.inverse_t(self.r).clone()
         self.d, self.u = self.s.clone(), torch.zeros_like(self.s)
         self.recurrence = self.s.square().sum(dim=0)
         self.active = (self._judged(self.start) > self.tol) & (self.start > self.target)
@@ -209,12 +207,12 @@ class SplitGradients(Cycles):
 
     def step(self) -> bool:
         matrix, level, energy, active = self.matrix, self.matrix.level, self.recurrence, self.active
-        p = self._uncoordinated(self.d)
+        p = self.root.inverse(self.d)
         gram, squares = matrix.tall.gram(p)
         self.products += 1
         ridge, lengths = self._ridge(p)
         curvature = squares + level * lengths
-        product = self._back(gram.add_(ridge, alpha=level))
+        product = self.root.inverse_t(gram.add_(ridge, alpha=level))
         alpha, usable, finite = descend(self.u, self.s, self.d, product, curvature, energy, active)
         following = self.s.square().sum(dim=0)
         beta = turn(self.d, self.s, following, energy, usable)
@@ -223,7 +221,7 @@ class SplitGradients(Cycles):
         floor = self._roundoff()
         estimate, rounded = (taken / level).sqrt(), following <= floor
         self.recurrence = following
-        self.current = self._forth(self.s).norm(dim=0) / self.norm
+        self.current = self.root.multiply_t(self.s).norm(dim=0) / self.norm
         self.energy = torch.where(usable, following, self.energy)
         self._go_on(estimate, usable, rounded)
         fine, any_rounded, going_on, self.current_on_cpu = fetched(
@@ -258,9 +256,3 @@ class SplitGradients(Cycles):
         root = root_of(self.matrix)
         lower = root @ vectors
         return root.mT @ lower, lower.square().sum(dim=0)
-
-    def _back(self, vectors: Tensor) -> Tensor:
-        return vectors if self.root is None else self.root.inverse_t(vectors)
-
-    def _forth(self, vectors: Tensor) -> Tensor:
-        return vectors if self.root is None else self.root.multiply_t(vectors)

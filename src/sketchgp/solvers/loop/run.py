@@ -308,9 +308,7 @@ class Run:
             "held_out_set": self.watcher.mark,
             "held_out_entries": self.watcher.entries,
         }
-        tensors = {f"method.{name}": tensor for name, tensor in tensors.items()}
-        tensors["history"] = torch.stack(self.history)
-        self.checkpoint.save(plain, tensors)
+        self.checkpoint.save(plain, {**tensors, "history of the run": torch.stack(self.history)})
         self.saved_at = clock()
 
     def _resume(self, checkpoint: Checkpoint) -> None:
@@ -321,9 +319,8 @@ class Run:
                 f"The checkpoint {checkpoint.path} is of a solve with other held-out points, which decide what it "
                 "returns. Give it those, delete it or use another path."
             )
-        prefix = "method."
-        method.restore(plain["method"], {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)})
-        self.history, self.earlier = list(tensors["history"].cpu()), plain["seconds"]
+        method.restore(plain["method"], tensors)
+        self.history, self.earlier = list(tensors["history of the run"].cpu()), plain["seconds"]
         self.setup_seconds, self.resumed_after = plain["setup_seconds"], method.iterations
         moved = "" if checkpoint.moved is None else f", which were taken by {checkpoint.moved} rank(s)"
         method.notes.append(f"resumed after {method.iterations} steps{moved}")

@@ -117,8 +117,7 @@ class DoublyStochastic(Budgeted):
 
     def validate(self, problem: RandomFeatureProblem) -> None:
         """:raises InputError: for anything but a :class:`RandomFeatureProblem`, or where the choices do not fit it."""
-        if not isinstance(problem, RandomFeatureProblem):
-            raise InputError(f"{self.name} expects a RandomFeatureProblem, got {checks.found(problem)}.")
+        checks.instance(f"{self.name}.solve", "problem", problem, RandomFeatureProblem, "a RandomFeatureProblem")
         if problem.streamed and self.batch_size is not None:
             raise InputError("batch_size expects None for a stream, which comes in its own batches; set theirs.")
 

@@ -88,7 +88,9 @@ class Learning(ByEpochs):
             sums.append(self.losses_of_none + self._loss(torch.zeros_like(f), targets))
             return sums
 
-        learner.step(x, targets, problem.noise / n, whole, self._new(len(x)), counted)
+        first_time = problem.streamed and self.epoch == 0  # up to the n that the stream is said to have
+        new = learner.room(len(x), problem.rows) if first_time else 0
+        learner.step(x, targets, problem.noise / n, whole, new, counted)
         self.losses, self.losses_of_none = sums
         self.fetched = learner.fetched
         self.window += 1
@@ -99,11 +101,6 @@ class Learning(ByEpochs):
 
     def _loss(self, f: Tensor, y: Tensor) -> Tensor:
         return self.learner.loss.value(f, y)[: self._shown]
-
-    def _new(self, rows: int) -> int:
-        """Return how many rows of a stream's batch count as new: those of its first time through, up to the n that it
-        is said to have."""
-        return self.learner.room(rows, self.problem.rows) if self.problem.streamed and self.epoch == 0 else 0
 
     def _numbers(self, x: Tensor, targets: Tensor, places: Tensor) -> Tensor:
         """Return numbers that rows are known by; where rows of a stream may come again, made of their contents."""
