@@ -240,7 +240,8 @@ def _engine(patch: MONKEY) -> None:
         def product(self, matrix: Any, rhs: Any) -> Any:
             return 2 * TILED.product(matrix, rhs)
 
-    self_check.forget()
+    patch.setattr(self_check, "_VERDICTS", {})
+    patch.setattr(self_check, "_WARNED", set())
     patch.setattr(products, "choose", lambda matrix: TILED if matrix.engine == "tiled" else Doubled())
     _solve(sketchgp.ConjugateGradients(), preconditioner=None)
 

@@ -166,7 +166,7 @@ class Streamed:
             try:
                 self._learner = self._restored(self._loaded)
             except (AttributeError, IndexError, KeyError, TypeError) as error:
-                raise self._refusal(self._loaded) from error
+                raise refuse(self, self._loaded) from error
             self._loaded = None
         if self._learner is not None and self._learned != self._mark():
             raise InputError(
@@ -233,13 +233,10 @@ class Streamed:
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """:raises InputError: for what :meth:`get_extra_state` cannot have returned."""
         if not isinstance(state, dict) or not isinstance(state.get("learned"), str):
-            raise self._refusal(state)
+            raise refuse(self, state)
         self.forget()
         if state["learned"]:
             self._loaded, self._learned = state, state["learned"]
-
-    def _refusal(self, state: Any) -> InputError:
-        return checks.refusal(type(self).__name__, "the extra state", "what get_extra_state() returned", state)
 
     def _restored(self, state: dict[str, Any]) -> Learner:
         """Return the learner of a state, once kernel and everything else exist.
@@ -264,3 +261,8 @@ class Streamed:
             setattr(learner, name, value)
         self._restarted(learner)
         return learner
+
+
+def refuse(model: Any, state: Any) -> InputError:
+    """Return the error for a state that a model cannot have made."""
+    return checks.refusal(type(model).__name__, "the extra state", "what get_extra_state() returned", state)

@@ -36,7 +36,7 @@ class PreconditionerCache:
 
     def __init__(self, choice: Preconditioner) -> None:
         self.choice, self.selections, self._lock = choice, 0, threading.RLock()
-        self._forget()
+        self.clear()
 
     def __reduce__(self) -> Any:
         return type(self), (self.choice,)
@@ -53,11 +53,8 @@ class PreconditionerCache:
     def clear(self) -> None:
         """Forget the preconditioner and what it was built from."""
         with self._lock:
-            self._forget()
-
-    def _forget(self) -> None:
-        self.builds, self._seconds = 0, 0.0
-        self.release()
+            self.builds, self._seconds = 0, 0.0
+            self.release()
 
     def release(self) -> None:
         """Give the memory back; the preconditioner is built anew at its next use."""

@@ -265,11 +265,8 @@ def blocks(x: Tensor | RowSource, spans: Iterable[slice] | None = None) -> Itera
     if spans is None:
         step = x.block_rows
         spans = (slice(start, min(start + step, len(x))) for start in range(0, len(x), step))
-    yield from ahead(partial(_block, x, span) for span in spans)
-
-
-def _block(x: RowSource, span: slice) -> tuple[slice, Tensor]:
-    return span, x[span]
+    spans = list(spans)
+    yield from zip(spans, ahead(partial(x.__getitem__, span) for span in spans), strict=True)
 
 
 def is_source(value: Any) -> bool:

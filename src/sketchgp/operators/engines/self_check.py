@@ -69,13 +69,6 @@ def trusted(engine: Engine, pairs: Pairs, columns: int, gradient: bool = False) 
     return _TILED
 
 
-def forget() -> None:
-    """Forget all that was found, so that engines are checked again."""
-    with _LOCK:
-        _VERDICTS.clear()
-        _WARNED.clear()
-
-
 def _say(engine: Engine, device: torch.device, fault: str) -> None:
     """A warning for the first fault of an engine on a device; what else it fails at is said in the log."""
     message = f"The engine {engine.name!r} is left out on {device}, tiles are used: {fault}."

@@ -105,7 +105,11 @@ def _shape(pairs: Pairs, gradient: bool = False, within: slice | None = None) ->
     n = n if within is None else within.stop - within.start
     buffers = atoms * (2 if gradient else 1)
     shape = tile_shape(n, m, pairs.compute_dtype, pairs.device, pairs.flat_batch.numel(), buffers)
-    return within_blocks(pairs, shape)
+    height, width = (
+        min(size, x.block_rows) if isinstance(x, RowSource) else size  # which a source reads at once
+        for size, x in zip(shape, (pairs.x1, pairs.x2), strict=True)
+    )
+    return height, width
 
 
 def _pieces(
@@ -244,15 +248,6 @@ def _gradient(
             block = block.view(*pairs.batch_shape, *size[-2:])
         adder.add(rows, columns, block)
     return live.pull_back(adder.pairs())
-
-
-def within_blocks(pairs: Pairs, shape: Shape) -> Shape:
-    """Limit the rows and columns of a tile to those that a source reads at once."""
-    height, width = (
-        min(size, x.block_rows) if isinstance(x, RowSource) else size
-        for size, x in zip(shape, (pairs.x1, pairs.x2), strict=True)
-    )
-    return height, width
 
 
 def coincident(pairs: Pairs, rows: slice, columns: slice) -> Tensor | int | None:
