@@ -100,10 +100,7 @@ class _Fresh(InvertedBlocks):
         self.tensors["against"] = self.system.diagonal.new_zeros(())
 
     def evaluation_point(self) -> Tensor:
-        return self._point(self._constants()[2])
-
-    def _point(self, alpha: float) -> Tensor:
-        return torch.lerp(self.tensors["w"], self.tensors["v"], alpha)
+        return torch.lerp(self.tensors["w"], self.tensors["v"], self._constants()[2])
 
     def _constants(self) -> tuple[float, float, float]:
         """beta, gamma, alpha."""
@@ -119,8 +116,8 @@ class _Fresh(InvertedBlocks):
     def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         tensors = self.tensors
         rows, inverse, _ = self.draw(generator)
-        beta, gamma, alpha = self._constants()
-        w, v, y = tensors["w"], tensors["v"], self._point(alpha)
+        beta, gamma, _ = self._constants()
+        w, v, y = tensors["w"], tensors["v"], self.evaluation_point()
         here, own = self.system.space.held(rows)
         g, momentum = self.system.residual_and(rows, y, r, v[own] - w[own])
         d = inverse.apply(g) / inverse.smoothness

@@ -75,6 +75,7 @@ class PredictionTolerance:
     :param norm: ``(..., t)`` of the right-hand sides.
     :param weights: what is followed, k(X, x) over the deviation at x, p vectors of the certificate's space; None for
         ``"certified"``.
+    :param rows: errors at training points, where weights are followed.
     :ivar tolerance: ``(..., t)``, of the relative residual; 0 while nothing is known.
     :ivar margin: of the bound that the recurrence is to come to; less where the true one was still too large then.
     """
@@ -143,12 +144,11 @@ class PredictionTolerance:
 
         :param energy: ``s^T z`` of the residual s, of the columns ``index``; z is ``P^-1 s``.
         """
-        if self.weights is not None:
-            if self.rows is not None:
-                ratio = torch.zeros_like(self.norm)
-                of_norm = residual[..., index] * self.norm[..., index]
-                ratio[..., index] = self.rows.worst(s, z) / of_norm.clamp(min=torch.finfo(of_norm.dtype).tiny)
-                self.ratios[-1] = torch.maximum(self.ratios[-1], ratio.reshape(-1) / SAFETY)
+        if self.rows is not None:
+            ratio = torch.zeros_like(self.norm)
+            of_norm = residual[..., index] * self.norm[..., index]
+            ratio[..., index] = self.rows.worst(s, z) / of_norm.clamp(min=torch.finfo(of_norm.dtype).tiny)
+            self.ratios[-1] = torch.maximum(self.ratios[-1], ratio.reshape(-1) / SAFETY)
             if len(self.values) > _FIRST:
                 self.tolerance = (LEVEL / (self._ratio() * self.norm)).clamp(max=CEILING)
             return

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...checks import count, settle, tolerance
 from ...memory import enough_memory, require_memory
-from ...operators.tall import NormalMatrix, tile_bytes
+from ...operators.tall import tile_bytes
 from ...preconditioners.krill import TriangularFactors
 from ...preconditioners.row_nystrom import NystromRoot
 from ...report import Reason
@@ -34,6 +34,7 @@ class NormalEquationsSolver(InducingPointSolver):
     """
 
     adjustable: ClassVar[tuple[str, ...]] = (*InducingPointSolver.adjustable, "max_iterations")
+    _stored: ClassVar[bool] = True  # whether Kzz is
     _predictions: ClassVar[bool] = False  # whether tol is of the error of predictions, not of the residual
 
     tol: float = 1e-4
@@ -79,9 +80,6 @@ class NormalEquationsSolver(InducingPointSolver):
         """
         raise NotImplementedError
 
-    def _matrix(self, problem: InducingPointProblem) -> NormalMatrix:
-        return problem.normal_matrix()
-
     def _memory_kept(self, problem: InducingPointProblem) -> AbstractContextManager[Any]:
         return enough_memory(*self._memory(problem))
 
@@ -90,7 +88,7 @@ class NormalEquationsSolver(InducingPointSolver):
 
     def _method(self, problem: InducingPointProblem) -> SplitGradients:
         _, y = problem.tensors(f"{self.name}()")
-        matrix = self._matrix(problem)
+        matrix = problem.normal_matrix(self._stored)
         rhs = matrix.tall.t_matmul(y)
         return SplitGradients(self.name, matrix, self.preconditioner(matrix, y), rhs, self.tol, self._predictions)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from ...checks import count, number, seed, settle
 from ...errors import InputError
 from ...memory import available_memory
-from ...operators.tall import NormalMatrix
 from ...preconditioners.row_nystrom import NystromRoot, damped, row_nystrom
 from ...random_streams import generator
 from ...settings import agreed
@@ -55,6 +54,7 @@ class NystromPCG(NormalEquationsSolver):
     The other one is that of :class:`sketchgp.solvers.NormalEquationsSolver`: ``max_iterations``.
     """
 
+    _stored: ClassVar[bool] = False
     _predictions: ClassVar[bool] = True
 
     tol: float = 0.3
@@ -74,9 +74,6 @@ class NystromPCG(NormalEquationsSolver):
 
     def _bytes(self, problem: InducingPointProblem) -> int:
         return 8 * _COPIES * problem.m * self._rank(problem.m, problem.device)
-
-    def _matrix(self, problem: InducingPointProblem) -> NormalMatrix:
-        return problem.normal_matrix(stored=False)
 
     def preconditioner(self, matrix: Any, targets: Tensor) -> NystromRoot:
         """That of one normal matrix."""
