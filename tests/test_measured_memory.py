@@ -85,8 +85,7 @@ def _limits() -> dict[str, Any]:
             resource.setrlimit(kind, before)
     found["refused"] = {solver.name: _message(solver, 6000) for solver in solvers}
     with pytest.MonkeyPatch.context() as patch:
-        for place in ("memory", "solvers.inducing.problem"):
-            patch.setattr(f"sketchgp.{place}.available_memory", lambda device: 2**40)
+        patch.setattr("sketchgp.memory.available_memory", lambda device: 2**40)
         found["failed"] = {solver.name: _message(solver, 8000) for solver in solvers}
     found["after"] = [_solve(solver, 50).report.converged for solver in solvers]
     return found
