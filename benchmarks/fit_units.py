@@ -13,7 +13,7 @@ depend on the units but for a known constant, so all fits should end at one loss
 A fit agrees where it ends within 0.01 a row of the lowest fit of its problem, and at most 0.01 above SciPy.  One that
 does not agree should say that it is not sure.
 
-    python benchmarks/fit_units.py                # ten minutes on one core; resumes
+    python benchmarks/fit_units.py                # fifteen minutes on one core; resumes
     python benchmarks/fit_units.py --quick        # 6 problems
     python benchmarks/fit_units.py --report       # the table again, nothing measured
 """
@@ -304,10 +304,9 @@ def report(results: dict[str, Any]) -> str:
         f"- Of {len(fits)} fits, {sum(gap > CLOSE for gap, _ in fits)} end higher than that; {silent} of these do not "
         f"say that they are not sure. Of the others {doubted} say so.",
         f"- On {lower} problems the lowest fit ends more than {CLOSE:g} a row below SciPy.",
-        f"- Processor seconds in the median: {number(seconds[0])} a fit, {number(seconds[1])} for SciPy's three.", "",
-        "Losses are negative log marginal likelihoods a row, in the units as drawn. Problems whose fits do not agree "
-        "(a question mark: the fit says that it is not sure):", "",
-        table(head, rows),
+        f"- Processor seconds in the median: {number(seconds[0])} a fit, {number(seconds[1])} for SciPy's three.",
+        *(["", "Losses are negative log marginal likelihoods a row, in the units as drawn. Problems whose fits do not "
+           "agree (a question mark: the fit says that it is not sure):", "", table(head, rows)] if rows else []),
     ])  # fmt: skip
 
 
