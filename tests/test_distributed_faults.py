@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Call, Call]] = {
     ),
     "fit": (_fit, lambda **o: o),
 }
-MOVED = ("gradients", "krill", "eigenpro4")  # what three ranks go on with, too; one rank goes on with all
+MOVED = ("gradients", "eigenpro4")  # what three ranks go on with, too; one rank goes on with all
 DEATHS = {  # the rank that is killed, and when
     "gradients": (1, "a step"),
     "askotch": (0, "half written"),

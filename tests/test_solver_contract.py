@@ -417,8 +417,8 @@ def test_a_solve_that_crashed_goes_on_to_the_same_bits(name, tmp_path, interrupt
         solve(name, other, **saving)
 
 
-# One of each kind: all of them crash and go on in one process, and share what writes the file.
-KILLED = ("ConjugateGradients", "ASkotch", "KRILL", "EigenPro4", "DoublyStochastic")
+# Two of all: every one crashes and goes on in one process, too, and they share what writes the file.
+KILLED = ("ConjugateGradients", "EigenPro4")
 
 
 def _kill_and_restart(directory):

@@ -475,12 +475,12 @@ def test_operator(name, rectangular):
 
 def test_operator_for_a_batch():
     kernel = ScaleKernel(
-        AdditiveKernel(MaternKernel(nu=1.5, batch_shape=[3]), RQKernel(batch_shape=[3])), batch_shape=[3]
+        AdditiveKernel(MaternKernel(nu=1.5, batch_shape=[2]), RQKernel(batch_shape=[2])), batch_shape=[2]
     )
     kernel.kernel_parameters = None
     for parameter in kernel.parameters():
         torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    for found, expected in _operator_case(kernel, torch.randn(3, 30, 5), None, 10):
+    for found, expected in _operator_case(kernel, torch.randn(2, 30, 5), None, 10):
         _close(found, expected, 2e-5)
 
 
