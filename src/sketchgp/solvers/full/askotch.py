@@ -126,15 +126,11 @@ class _Fresh(InvertedBlocks):
         v[own] -= gamma * d[here]
         y[own] -= d[here]
         tensors["w"] = y
-        if self.choices.mu is None:
-            self._judge(len(rows), against)
+        if self.choices.mu is None:  # the slope of the objective along the momentum, over half a pass of sampled rows
+            self.numbers["rows"] += len(rows)
+            self.numbers["judged_rows"] += len(rows)
+            tensors["against"] += against
         return rows, g
-
-    def _judge(self, rows: int, against: Tensor) -> None:
-        """Add up, over half a pass of sampled rows, the slope of the objective along the momentum."""
-        self.numbers["rows"] += rows
-        self.numbers["judged_rows"] += rows
-        self.tensors["against"] += against
 
     @property
     def _due(self) -> bool:
