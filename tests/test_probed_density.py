@@ -62,6 +62,20 @@ def test_the_gradient_is_the_derivative_of_the_value(name: str, preconditioner: 
     assert float(gradient @ direction) == pytest.approx(expected, rel=1e-3 if preconditioner is None else 2e-5)
 
 
+def test_a_gradient_that_is_lost_to_rounding_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LAPACK fails where Ritz values differ by forty orders of magnitude."""
+
+    def fails(*arguments: Any) -> Any:
+        raise torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge")
+
+    model = accelerated("scale-rbf-ard", sketchgp.RPCholesky(rank=15))
+    with iterative():
+        value = loss(model)
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    with pytest.raises(sketchgp.NumericalError, match="lost to rounding"):
+        value.backward()
+
+
 def test_the_gradient_where_a_preconditioner_leaves_eigenvalues_of_very_different_sizes() -> None:
     """Large eigenvalues of ``P^-1 A`` contribute as much to the gradient as those near one."""
     x = torch.rand(25, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -37,7 +37,7 @@ from linear_operator.operators import DiagLinearOperator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..errors import InputError, warn
+from ..errors import InputError, NumericalError, warn
 from ..operators import LowRankPlusDiagonal
 from ..operators.access import evaluated_accurately
 from ..operators.first_order import in_callers_context
@@ -283,8 +283,16 @@ def _columns(vectors: Tensor, frame: Tensor, middle: Tensor) -> tuple[Tensor, Te
 
     :param vectors: W, ``(..., s, n, k)``; :param frame: B, ``(..., s, k, k)``.
     :param middle: M, ``(..., s, k, k)``, symmetric; its negligible eigenvalues are left out.
+    :raises NumericalError: where rounding has left no eigenvalues.
     """
-    values, basis = torch.linalg.eigh(middle)
+    try:
+        values, basis = torch.linalg.eigh(middle)
+    except torch.linalg.LinAlgError as error:
+        raise NumericalError(
+            "The gradient of the log determinant is lost to rounding: K + noise is not positive definite to its dtype; "
+            "raise the noise.",
+            see="not-definite",
+        ) from error
     sizes = values.abs()
     order = sizes.argsort(dim=-1, descending=True)
     sizes, values = sizes.gather(-1, order), values.gather(-1, order)

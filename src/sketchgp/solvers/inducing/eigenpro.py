@@ -192,9 +192,9 @@ class EigenProSolver(InducingPointSolver):
 
     def _checkpoint_marks(self, problem: InducingPointProblem, method: Epochs) -> dict[str, str]:
         marks = super()._checkpoint_marks(problem, method)
-        marks["the projection, which 'auto' chooses by free memory,"] = method.model.projection.kind
+        marks["what projection='auto' chose by free memory (set 'exact' or 'inexact')"] = method.model.projection.kind
         if problem.streamed:
-            marks["the beginning of the stream"] = tensor_mark(*method.checked)
+            marks["the beginning of the stream, which must repeat itself,"] = tensor_mark(*method.checked)
         return marks
 
     def _facts(self, problem: InducingPointProblem, method: Epochs) -> dict[str, Any]:
