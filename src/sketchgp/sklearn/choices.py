@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -51,10 +51,18 @@ KERNELS: dict[str, Callable[..., Kernel]] = {
 _KIND = f"a gpytorch kernel or one of {', '.join(map(repr, KERNELS))}"
 
 
-class Checked:
-    """A base class of the estimators that makes parameters that scikit-learn refuses errors of sketchgp, too."""
+@dataclass(eq=False, repr=False, kw_only=True)
+class Estimator:
+    """A base class of the estimators: parameters that all have; those that scikit-learn refuses are our errors, too."""
 
     _parameter_constraints: ClassVar[dict[str, Any]]
+
+    method: Literal["auto", "exact", "inducing"] = "auto"
+    n_inducing: int | None = None
+    solver: Any = "auto"
+    device: Any = None
+    random_state: Any = None
+    verbose: bool = False
 
     def _validate_params(self) -> None:
         try:

@@ -20,7 +20,7 @@ from ..one_hot import OneHot
 from ..random_feature_classifier import RandomFeatureClassifier
 from ..solvers import DoublyStochastic
 from ..solvers.streams.problem import CLASSIFICATION
-from .choices import COMMON, TYPES, Checked, device_of, numbers, ridge_kernel, seed_of
+from .choices import COMMON, TYPES, Estimator, device_of, numbers, ridge_kernel, seed_of
 from .ridge import RIDGE, solve
 
 _OWNER = "KernelClassifier"
@@ -34,7 +34,7 @@ def _has_probabilities(estimator: Any) -> bool:
 
 
 @dataclass(eq=False, repr=False)
-class KernelClassifier(Checked, ClassifierMixin, BaseEstimator):
+class KernelClassifier(Estimator, ClassifierMixin, BaseEstimator):
     """Classification by a function a class, whose largest value is the label.
 
     - ``loss="squared"``: kernel ridge regression on one column a class, less its share of the rows
@@ -65,12 +65,6 @@ class KernelClassifier(Checked, ClassifierMixin, BaseEstimator):
     loss: Literal["squared", "multinomial", "logistic", "hinge"] = "squared"
     kernel: Any = "rbf"
     gamma: float | None = None
-    method: Literal["auto", "exact", "inducing"] = "auto"
-    n_inducing: int | None = None
-    solver: Any = "auto"
-    device: Any = None
-    random_state: Any = None
-    verbose: bool = False
 
     def fit(self, X: Any, y: Any) -> KernelClassifier:
         """Learn from labels.

@@ -29,7 +29,18 @@ from ..posterior_samples import sample_posterior
 from ..predict import predict
 from ..random_streams import generator
 from ..solvers import Cholesky
-from .choices import COMMON, DIRECT, TYPES, Checked, choose, device_of, inducing_points, numbers, seed_of, tuned_kernel
+from .choices import (
+    COMMON,
+    DIRECT,
+    TYPES,
+    Estimator,
+    choose,
+    device_of,
+    inducing_points,
+    numbers,
+    seed_of,
+    tuned_kernel,
+)
 
 _OWNER = "GaussianProcessRegressor"
 _LEAST_NOISE = 1e-5  # over the variance of the targets, as scikit-learn's WhiteKernel has it
@@ -50,7 +61,7 @@ class _Exact(gpytorch.models.ExactGP):
 
 
 @dataclass(eq=False, repr=False)
-class GaussianProcessRegressor(Checked, RegressorMixin, BaseEstimator):
+class GaussianProcessRegressor(Estimator, RegressorMixin, BaseEstimator):
     """Gaussian process regression with the interface of scikit-learn's class of this name.
 
     Hyperparameters maximise the marginal likelihood (:func:`sketchgp.fit`), on all rows or on random ones; the
@@ -102,13 +113,7 @@ class GaussianProcessRegressor(Checked, RegressorMixin, BaseEstimator):
     alpha: Any = None
     optimizer: Literal["auto", "lbfgs", "adam"] | None = "auto"
     normalize_y: bool = True
-    method: Literal["auto", "exact", "inducing"] = "auto"
-    n_inducing: int | None = None
-    solver: Any = "auto"
     tuning_rows: int | None = 2000
-    device: Any = None
-    random_state: Any = None
-    verbose: bool = False
 
     # --- fitting --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from numbers import Real
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
@@ -23,8 +23,8 @@ from .choices import (
     COMMON,
     DIRECT,
     TYPES,
-    Checked,
     Chosen,
+    Estimator,
     choose,
     device_of,
     inducing_points,
@@ -40,7 +40,7 @@ RIDGE: dict[str, Any] = {
 
 
 @dataclass(eq=False, repr=False)
-class KernelRidge(Checked, MultiOutputMixin, RegressorMixin, BaseEstimator):
+class KernelRidge(Estimator, MultiOutputMixin, RegressorMixin, BaseEstimator):
     """Kernel ridge regression: ``f = sum_i w_i k(., x_i)`` with ``(K + alpha) w = y``, as scikit-learn's class.
 
     The system is solved by a factorization up to 2,000 rows, and beyond by conjugate gradients, or ASkotch where no
@@ -72,12 +72,6 @@ class KernelRidge(Checked, MultiOutputMixin, RegressorMixin, BaseEstimator):
     _: KW_ONLY
     kernel: Any = "rbf"
     gamma: float | None = None
-    method: Literal["auto", "exact", "inducing"] = "auto"
-    n_inducing: int | None = None
-    solver: Any = "auto"
-    device: Any = None
-    random_state: Any = None
-    verbose: bool = False
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> KernelRidge:
         """Solve for the coefficients.
