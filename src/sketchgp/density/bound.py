@@ -219,7 +219,7 @@ class Bound(LogDensity):
             tol = min(0.5, max(1e-14, self._ease * surely))
             goal = SampleGoal(b.new_ones(()), b.new_zeros(1), share=math.inf)  # the residual alone says when to end
             value, product, report = dataclasses.replace(solver, tol=tol).explain(
-                system, b, built, goal, name=self.choice.name, below=True, initial=value
+                system, b, goal, preconditioner=built, name=self.choice.name, below=True, initial=value
             )
             r = b - product
             z = built.apply_inverse(r)

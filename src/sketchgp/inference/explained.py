@@ -54,7 +54,7 @@ def solve(
 
     :param options: further arguments of :meth:`ConjugateGradients.explain`, such as the preconditioner.
     """
-    weights, product, report = solver.explain(system, c, goal=goal, **{"preconditioner": None, **options})
+    weights, product, report = solver.explain(system, c, goal, **options)
     if report.error_bound is None or report.quadratic_bounds is None or weights.dim() > 2:
         return Explained(weights, product), report
     certain = torch.stack([report.error_bound, *report.quadratic_bounds]).to(c.device)
