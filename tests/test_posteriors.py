@@ -536,6 +536,17 @@ def test_small_variances_of_a_linear_kernel_are_predicted_as_small():
     assert torch.allclose(found.double(), covariance.diagonal(), rtol=0.05, atol=1e-10)
 
 
+def test_a_linear_kernel_of_rows_that_are_alike_in_float32():
+    """Normal equations square the condition number: variances were 1% off at this noise."""
+    model, test = make(noise=0.1, dtype=torch.float32, kernel=LinearKernel())
+    x = model.train_inputs[0]
+    model.set_train_data(30 * x[:1] + 1e-6 * x, strict=False)
+    mean, covariance = reference(model, test)
+    with torch.no_grad():
+        assert torch.allclose(model(test).variance.double(), covariance.diagonal(), rtol=1e-4)
+        assert torch.allclose(model(test).mean.double(), mean, atol=1e-4)
+
+
 def test_sums_of_low_rank_kernels():
     """GPyTorch adds them by Lanczos, which fails in one dimension."""
     model, test = make(noise=0.1, kernel=LinearKernel() + LinearKernel())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -255,11 +256,35 @@ class FantasyPredictionStrategy(AcceleratedPredictionStrategy):
     _purpose: Purpose = "fantasies"
 
 
+class FeaturePredictionStrategy(LinearPredictionStrategy):
+    """GPyTorch's strategy for kernels of few features, in float64: its normal equations square a condition number."""
+
+    def exact_prediction(self, test_mean: Tensor, test_test_covar: Any, test_train_covar: Any) -> tuple[Tensor, Any]:
+        mean, covariance = super().exact_prediction(
+            test_mean.to(torch.float64), test_test_covar.evaluate_kernel().to(torch.float64), test_train_covar
+        )
+        return mean.to(test_mean.dtype), covariance.to(test_mean.dtype)
+
+    @property
+    @cached(name="mean_covar_cache")
+    def mean_covar_cache(self) -> tuple[Tensor, Tensor]:
+        """Weights ``(..., r, 1)`` of the features, and the Cholesky factor ``(..., r, r)`` of their precision."""
+        prior, doubled = self.train_prior_dist, copy.copy(self)
+        doubled.__class__, doubled._memoize_cache = LinearPredictionStrategy, {}
+        doubled.train_prior_dist = type(prior)(
+            prior.mean.to(torch.float64), prior.lazy_covariance_matrix.to(torch.float64)
+        )
+        doubled.train_labels = self.train_labels.to(torch.float64)
+        doubled.lik_train_train_covar = self.lik_train_train_covar.to(torch.float64)
+        result: tuple[Tensor, Tensor] = doubled.mean_covar_cache
+        return result
+
+
 def adopt(strategy: Any) -> Any:
     """Return the strategy that an accelerated model uses: a plain one becomes an accelerated one, in place.
 
     Those of structured kernels are left alone, unless targets are missing, which they do not know of (a mean would be
-    NaN, or as if they had been observed).
+    NaN, or as if they had been observed), or a few features are solved for in float32.
     """
     if type(strategy) is DefaultPredictionStrategy:
         strategy.__class__ = AcceleratedPredictionStrategy
@@ -267,4 +292,6 @@ def adopt(strategy: Any) -> Any:
         return AcceleratedPredictionStrategy(
             strategy.train_inputs, strategy.train_prior_dist, strategy.train_labels, strategy.likelihood
         )
+    elif type(strategy) is LinearPredictionStrategy and strategy.train_labels.dtype != torch.float64:
+        strategy.__class__ = FeaturePredictionStrategy
     return strategy
