@@ -30,6 +30,7 @@ from ...density import Probes
 from ...density.base import bilinear_derivative
 from ...errors import NumericalError
 from ...operators import KernelMatrix, LowRankPlusDiagonal
+from ...operators.access import float64
 from ...operators.first_order import in_callers_context
 from ...operators.tiles import logger
 from ...report import SolveReport, no_answer, shortfall_counted, warn_of
@@ -40,6 +41,7 @@ from ..lazy_covariance import NoisyCovariance
 from .acceleration import Acceleration, Purpose
 from .threshold import cholesky_points, why_iterative
 
+_ARRAYS = 3  # n x n float64 arrays that a factorization of few points takes
 Points = Callable[[], tuple[Tensor, Tensor] | None]
 
 
@@ -83,6 +85,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
 
     :param acceleration: the choices.
     :param evaluation: whether columns are solved for to GPyTorch's ``eval_cg_tolerance`` instead of ``cg_tolerance``.
+    :ivar source: the operator that this one was evaluated from, whose kernel can still be called in float64; or itself.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         linear_ops = tuple(_without_repeats(op) for op in linear_ops)
         super().__init__(*linear_ops, preconditioner_override=preconditioner_override)
         self.acceleration, self.evaluation = acceleration, evaluation
+        self.source: AcceleratedAddedDiagLinearOperator = self
         self._nondifferentiable_kwargs.update(acceleration=acceleration, evaluation=evaluation)
 
     def rebuilt(self, kernel_matrix: Any, diagonal: Any) -> LinearOperator:
@@ -120,6 +124,29 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
     def factorizes_solves(self) -> bool:
         """True where GPyTorch solves by its Cholesky factorization."""
         return self._factorized(settings.fast_computations.solves)
+
+    def accurate_root(self, flag: Any, observed: Tensor | None = None) -> Tensor | None:
+        """Return the Cholesky factor ``(..., n, n)`` of few points in float64, differentiable twice.
+
+        A factor in float32 loses the noise where it lies seven digits below the kernel's scale.  None is returned where
+        GPyTorch has another way: for an operator whose structure it inverts, for more points than are to be factorized
+        or than fit the memory, and where the matrix is not positive definite.
+
+        :param flag: of the fast computation.
+        :param observed: ``(n,)`` bool, which rows and columns are meant; None for all.
+        """
+        n = self.shape[-1] if observed is None else int(observed.sum())
+        if n > cholesky_points() and left_to_us(flag):
+            return None
+        structured = observed is None and self.dtype == torch.float64
+        if structured and not isinstance(self.evaluate_kernel(), AcceleratedAddedDiagLinearOperator):
+            return None
+        if _ARRAYS * 8 * self.shape.numel() > memory_budget.value(self.device):
+            return None
+        matrix = float64(self)  # the kernel is not evaluated yet
+        matrix = matrix if observed is None else matrix[..., observed, :][..., observed]
+        root, failed = torch.linalg.cholesky_ex(matrix)
+        return None if bool(failed.any()) or not bool(torch.isfinite(root).all()) else root
 
     def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
         if self.factorizes_solves:
@@ -154,11 +181,20 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         density, columns = self.acceleration.density, inv_quad_rhs
         if density.always and (columns is None or not logdet):
             density = Probes()  # other densities compute both terms together
-        if self._factorized(settings.fast_computations.log_prob) and not density.always:
-            return super().inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
+        flag = settings.fast_computations.log_prob
+        root = None
+        if self._factorized(flag) and not density.always:
+            if self.dtype != torch.float64 and columns is not None and logdet:
+                root = self.source.accurate_root(flag)
+            if root is None:
+                return super().inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
         columns = self.noise.new_zeros(*self.shape[:-1], 0) if columns is None else columns
         columns = columns.unsqueeze(-1) if columns.dim() == 1 else columns
-        if logdet:
+        if root is not None:
+            half = torch.linalg.solve_triangular(root, columns.to(root.dtype), upper=False)
+            each = half.square().sum(dim=-2).to(self.dtype)
+            determinant = 2 * root.diagonal(dim1=-1, dim2=-2).log().sum(dim=-1).to(self.dtype)
+        elif logdet:
             each, determinant = density.inv_quad_logdet(evaluated, columns)
         else:
             each = (columns * self.solve(columns)).sum(dim=-2)
@@ -227,7 +263,9 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         linear_op = self._linear_op.evaluate_kernel()
         total = linear_op + self._diag_tensor
         if type(total) is AddedDiagLinearOperator:
-            return self.rebuilt(linear_op, self._diag_tensor)
+            evaluated: Any = self.rebuilt(linear_op, self._diag_tensor)
+            evaluated.source = self.source
+            return evaluated  # type: ignore[no-any-return]
         return total  # a structure that GPyTorch inverts directly, such as low rank plus diagonal
 
     def add_diagonal(self, diag: Tensor) -> LinearOperator:

@@ -32,7 +32,7 @@ from .added_diag import AcceleratedAddedDiagLinearOperator, Points, solved_by_us
 from .posterior_covariance import Solved, conditioned
 from .targets import observed_part, observed_rows
 from .threshold import cholesky_points
-from .training import Training, remembered_by, root_of
+from .training import Training, remembered_by
 
 _WEIGHTS, _ROOT = "sketchgp_weights", "sketchgp_root"
 _FOLLOWED = 16  # predicted points that a solve for the mean follows
@@ -125,7 +125,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         return value
 
     def _root(self) -> Tensor | None:
-        """Return the Cholesky factor of ``K + noise`` of few observed targets in float64; see :func:`root_of`."""
+        """Return the Cholesky factor of ``K + noise`` of few observed targets in float64."""
         return self._root_of(*_kind(), cholesky_points())
 
     @cached(name=_ROOT)
@@ -134,8 +134,10 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         noisy, observed = self._unevaluated(), observed_rows(self.train_labels)
         if observed is not None and not isinstance(noisy, AcceleratedAddedDiagLinearOperator):
             noisy, observed = self._of_observed(noisy, observed), None
+        if not isinstance(noisy, AcceleratedAddedDiagLinearOperator):
+            return None
         with torch.set_grad_enabled(live):
-            root = root_of(noisy, observed)
+            root = noisy.accurate_root(settings.fast_computations.solves, observed)
         return None if root is None else self._as_cached(root)
 
     def exact_prediction(self, test_mean: Tensor, test_test_covar: Any, test_train_covar: Any) -> tuple[Tensor, Any]:

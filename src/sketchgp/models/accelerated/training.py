@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from gpytorch.settings import detach_test_caches
-from linear_operator import settings
 from torch import Tensor
 
 from ...density.base import bilinear_derivative
@@ -20,7 +19,7 @@ from ...inference import explained
 from ...inference.calibrated import Calibrated
 from ...inference.pathwise import PosteriorDeviations
 from ...operators import KernelMatrix, LowRankPlusDiagonal
-from ...operators.access import SUMS, float64
+from ...operators.access import SUMS
 from ...operators.first_order import first_order, in_callers_context
 from ...report import Reason, SolveReport, shortfall_counted, warn_of
 from ...settings import memory_budget
@@ -29,14 +28,13 @@ from ...solvers.energy import Goal, VarianceGoal
 from ...solvers.full.cholesky import factor_bytes
 from ...solvers.solver import solve_system
 from .acceleration import Acceleration
-from .added_diag import AcceleratedAddedDiagLinearOperator, left_to_us, summands
+from .added_diag import AcceleratedAddedDiagLinearOperator, summands
 from .approximate import Approximate, refuse
-from .threshold import cholesky_points, threshold_untouched
+from .threshold import threshold_untouched
 
 _ROWS = 256  # test points solved for at once
 _LOOSE = 0.5  # relative residual, where the goal is one of energies
 _VECTORS = 8  # float64 vectors that a solve holds for each test point
-_ARRAYS = 3  # n x n float64 arrays that a factorization of few points takes
 _COLUMNS = 90  # rows of A for each right-hand side, up to which a factorization is the cheaper
 _REMEMBERED = "_sketchgp_remembered"  # attribute of a prediction strategy
 
@@ -276,29 +274,3 @@ class _QuadraticForms(torch.autograd.Function):
                 of_parts = bilinear_derivative(ctx.tree(*parts), -half, weights)
             of_c = (2 * half).sum_to_size(c.shape)
         return first_order((None, None, None, None, of_c, *of_parts), grad, *ctx.saved_tensors)
-
-
-def root_of(noisy: Any, observed: Tensor | None = None) -> Tensor | None:
-    """Return the Cholesky factor of ``K + noise`` ``(..., n, n)`` of few points in float64, differentiable.
-
-    A factor in float32 loses the noise where it lies seven digits below the kernel's scale.  None is returned where
-    GPyTorch has another way: for an operator whose structure it inverts, for more points than are to be factorized or
-    than fit the memory, and where the matrix is not positive definite.
-
-    :param noisy: not evaluated, so that the kernel can be in float64.
-    :param observed: ``(n,)`` bool, which rows and columns are meant; None for all.
-    """
-    if not isinstance(noisy, AcceleratedAddedDiagLinearOperator):
-        return None
-    n = noisy.shape[-1] if observed is None else int(observed.sum())
-    if n > cholesky_points() and left_to_us(settings.fast_computations.solves):
-        return None
-    structured = observed is None and noisy.dtype == torch.float64
-    if structured and not isinstance(noisy.evaluate_kernel(), AcceleratedAddedDiagLinearOperator):
-        return None
-    if _ARRAYS * 8 * noisy.shape.numel() > memory_budget.value(noisy.device):
-        return None
-    matrix = float64(noisy)
-    matrix = matrix if observed is None else matrix[..., observed, :][..., observed]
-    root, failed = torch.linalg.cholesky_ex(matrix)
-    return None if bool(failed.any()) or not bool(torch.isfinite(root).all()) else root
