@@ -225,7 +225,11 @@ class Conditioned:
         """True if the kernel sees the model's inputs, and nothing computed from them."""
         x, dims = self.model.train_inputs[0], self.training.matrix.kernel.active_dims
         x = x if self.observed is None else x[self.observed]
-        return torch.equal(x if dims is None else x.index_select(-1, dims), self.training.matrix.x1)
+        if dims is not None:
+            if int(dims.max()) >= x.shape[-1]:  # they are those of features
+                return False
+            x = x.index_select(-1, dims)
+        return torch.equal(x, self.training.matrix.x1)
 
     @cached_property
     def _roots(self) -> Tensor:
