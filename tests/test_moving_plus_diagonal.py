@@ -78,10 +78,10 @@ def test_gradients(choice, name, inputs):
     expected = torch.autograd.grad(reference.log_determinant(), wanted, retain_graph=True)
     found = torch.autograd.grad(built.log_determinant(), wanted, retain_graph=True)
     _close(found, expected, 1e-8)
-    left, right = torch.randn(2, N, 4, dtype=torch.float64)
-    expected = torch.autograd.grad((left * reference.to_dense().matmul(right)).sum(), wanted)
+    columns, weights = torch.randn(N, 4, dtype=torch.float64), torch.randn(1, 4, dtype=torch.float64)
+    expected = torch.autograd.grad((columns * weights * reference.to_dense().matmul(columns)).sum(), wanted)
     none = [torch.zeros(rows, 1, dtype=torch.float64) for rows in (N, RANK, N)]
-    result = built.sampled_derivative(built.tensors, left, right, *none)
+    result = built.sampled_derivative(built.tensors, columns, weights, *none, torch.zeros((), dtype=torch.float64))
     live = [(a, g) for a, g in zip(built.tensors, result, strict=True) if a.requires_grad]
     found = torch.autograd.grad([a for a, _ in live], wanted, [g for _, g in live])
     _close(found, expected, 1e-8)

@@ -78,31 +78,28 @@ class Probes(LogDensity):
             )
         acceleration, noise = operator.acceleration, operator.noise
         built = acceleration.build(operator.kernel_matrix, noise, torch.is_grad_enabled())
-        of_preconditioner = 0.0 if built is None else built.log_determinant()
         normals = _normals(operator, built)
         if not acceleration.doubled:
             with contextlib.suppress(LostToRoundingError):
-                each, rest = self._estimate(operator, built, normals, columns)
-                return each, rest + of_preconditioner
+                return self._estimate(operator, built, normals, columns)
         accurate = evaluated_accurately(operator.kernel_matrix, engine="auto")
         acceleration.doubled = accurate.dtype != operator.dtype
         if acceleration.doubled:
             doubled = operator.rebuilt(accurate, DiagLinearOperator(noise.to(accurate.dtype)))
             with contextlib.suppress(LostToRoundingError):
-                each, rest = self._estimate(doubled, built, normals, columns)
-                return each.to(operator.dtype), rest.to(operator.dtype) + of_preconditioner
+                each, determinant = self._estimate(doubled, built, normals, columns)
+                return each.to(operator.dtype), determinant.to(operator.dtype)
         warn(
             f"The log determinant of a matrix with n = {operator.shape[-1]} was lost to rounding: the loss and its "
             "gradient are those of another matrix. Raise the noise, or take shorter lengthscales or a smaller scale.",
             see="log-determinant",
         )
-        each, rest = self._estimate(operator, built, normals, columns, judged=False)
-        return each, rest + of_preconditioner
+        return self._estimate(operator, built, normals, columns, judged=False)
 
     def _estimate(
         self, operator: Any, built: Any, normals: _Normals, columns: Tensor, judged: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return ``r^T A^-1 r`` of each column and ``log det A - log det P``.
+        """Return ``r^T A^-1 r`` of each column and ``log det A``.
 
         :param built: P, differentiable, or None for the identity.
         :param judged: whether to look at what rounding has made of A.
@@ -194,7 +191,8 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
             ctx.save_for_backward(solved, vectors, square, *args)
         if settings.skip_logdet_forward.on():
             estimates = torch.zeros_like(estimates)
-        return each, estimates.mean(dim=-1).to(operator.dtype)
+        determinant = estimates.mean(dim=-1)
+        return each, (determinant if built is None else determinant + built.log_determinant_value()).to(operator.dtype)
 
     @staticmethod
     @once_differentiable
@@ -219,8 +217,9 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
             logs = quadrature.of_samples().to(vectors.dtype)
             of_samples = (vectors @ logs.unsqueeze(-1)).squeeze(-1).mT / square.sqrt().to(vectors.dtype).unsqueeze(-2)
             of_parts = ctx.normals.built.sampled_derivative(
-                tuple(parts), right * signs * weight, right, of_samples * weight, ctx.normals.low_rank, ctx.normals.full
-            )
+                tuple(parts), right, signs * weight, of_samples * weight, ctx.normals.low_rank, ctx.normals.full,
+                of_determinant,
+            )  # fmt: skip
         return (*(None,) * 5, 2 * scaled, *of_matrix, *of_parts)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericalError
-from ..space import Factor, Space, held_rows, space_of, whole
+from ..space import Factor, Space, held_rows, space_of, square_norms, whole
 from .substitution import cholesky_solve
 from .tiles import add_product, spans, thin_product
 
@@ -29,31 +29,23 @@ def inverse_rows(factor: Tensor, diagonal: Tensor, root: Tensor) -> tuple[Tensor
     return rows, (1 - (factor * rows).sum(-1)) / diagonal
 
 
-class _Logdet(torch.autograd.Function):
-    """log det P, with ``G = P^-1``: ``H = P^-1 F = D^-1 F C^-1`` and the gradient ``diag(P^-1)`` for d."""
+class Logdet(torch.autograd.Function):
+    """``log det P`` of a preconditioner, differentiable in its tensors: called with it and with these."""
 
     @staticmethod
-    def forward(ctx: Any, operator: LowRankPlusDiagonal, *args: Tensor) -> Tensor:
-        ctx.operator = operator.detached(None)
-        ctx.save_for_backward(*args)
-        roots = operator.capacitance_root().diagonal(dim1=-2, dim2=-1)
-        return 2 * roots.log().sum(-1) + operator.diagonal_part.expand(*operator.batch_shape, -1).log().sum(-1)
+    def forward(ctx: Any, built: Any, *tensors: Tensor) -> Tensor:
+        ctx.built = built.detached(None)
+        ctx.save_for_backward(*tensors)
+        value: Tensor = built.log_determinant_value()
+        return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        operator, root = ctx.operator, ctx.operator.capacitance_root()
-        diagonal = operator.diagonal_part.expand(*operator.batch_shape, -1)
-        of_diagonal = 1 / diagonal  # right as it is for rank 0
-
-        def rows_of(rows: slice) -> Tensor:
-            part = operator.rows(rows)
-            part = part.expand(*operator.batch_shape, *part.shape[-2:])
-            half, of_diagonal[..., rows] = inverse_rows(part, diagonal[..., rows], root)
-            return half * grad[..., None, None]
-
-        of_factor = operator.pull_back(ctx.saved_tensors, rows_of)
-        of_diagonal = operator.completed(of_diagonal) * grad[..., None]
-        return (None, *of_factor, of_diagonal.sum_to_size(operator.diagonal_part.shape))
+        built = ctx.built
+        none = built.diagonal_part.new_zeros(*built.batch_shape, built.diagonal_part.shape[-1], 0)
+        noise = none.new_zeros(*built.batch_shape, built.rank, 0)
+        gradients = built.sampled_derivative(ctx.saved_tensors, none, none[..., :1, :], none, noise, none, grad)
+        return (None, *gradients)
 
 
 class LowRankPlusDiagonal:
@@ -173,7 +165,17 @@ class LowRankPlusDiagonal:
 
     def log_determinant(self) -> Tensor:
         """``log det P`` of shape ``(...)``, differentiable in what the operator is made of."""
-        return _Logdet.apply(self, *self.tensors).to(self.dtype)
+        return Logdet.apply(self, *self.tensors).to(self.dtype)
+
+    @torch.no_grad()
+    def log_determinant_value(self) -> Tensor:
+        """``log det P`` in the dtype of F."""
+        roots, diagonal = self.capacitance_root().diagonal(dim1=-2, dim2=-1), self.diagonal_part
+        return 2 * roots.log().sum(-1) + diagonal.expand(*self.batch_shape, -1).log().sum(-1)
+
+    def unexplained(self, prior: Tensor) -> Tensor:
+        """Return what F leaves of prior variances ``(..., n)``, at least zero."""
+        return (prior - square_norms(self.factor)).clamp(min=0)
 
     def sample(self, low_rank_noise: Tensor, full_noise: Tensor) -> Tensor:
         """``F z1 + d^(1/2) z2``: N(0, P) samples ``(..., n, s)`` from normal z1 (..., r, s) and z2 (..., n, s)."""
@@ -182,23 +184,37 @@ class LowRankPlusDiagonal:
     def sampled_derivative(
         self,
         tensors: tuple[Tensor, ...],
-        left: Tensor,
-        right: Tensor,
+        columns: Tensor,
+        weights: Tensor,
         of_samples: Tensor,
         low_rank_noise: Tensor,
         full_noise: Tensor,
+        of_determinant: Tensor,
     ) -> Gradients:
-        """Gradients for what the operator is made of, of a function of it and of samples from it.
+        """Gradients for what the operator is made of, of a function of it, of samples from it and of its determinant.
+
+        That of the log determinant is ``g P^-1``, with ``P^-1 F = D^-1 F C^-1``.
 
         :param tensors: :attr:`tensors`, with the flags that say which need a gradient.
-        :param left: ``(..., n, t)``; with ``right`` the gradient ``left right^T`` of the operator.
+        :param columns: Y, ``(..., n, t)``; with ``weights`` w, ``(..., 1, t)``, the gradient ``Y diag(w) Y^T`` of P.
         :param of_samples: ``(..., n, s)``, of what :meth:`sample` made of the two noises.
+        :param of_determinant: g, ``(...)``, of the log determinant.
         """
-        left, right, of_samples = (v.to(self.factor.dtype) for v in (left, right, of_samples))
-        a = torch.cat([left, right, of_samples], dim=-1) / 2
-        b = torch.cat([(self.factor.mT @ torch.cat([right, left], dim=-1)).mT, low_rank_noise.mT], dim=-2)
-        of_diagonal = (left * right).sum(-1) + (of_samples * full_noise).sum(-1) / (2 * self.diagonal_part.sqrt())
-        of_factor = self.pull_back(tensors, lambda rows: a[..., rows, :] @ b)
+        columns, weights, of_samples = (v.to(self.factor.dtype) for v in (columns, weights, of_samples))
+        diagonal, root = self.diagonal_part.expand(*self.batch_shape, -1), self.capacitance_root()
+        a = torch.cat([columns * weights, of_samples / 2], dim=-1)
+        b = torch.cat([(self.factor.mT @ columns).mT, low_rank_noise.mT], dim=-2)
+        g, of_inverse = of_determinant.to(diagonal.dtype), 1 / diagonal  # right as it is for rank 0
+
+        def rows_of(rows: slice) -> Tensor:
+            part = self.rows(rows)
+            part = part.expand(*self.batch_shape, *part.shape[-2:])
+            half, of_inverse[..., rows] = inverse_rows(part, diagonal[..., rows], root)
+            return half * g[..., None, None] + a[..., rows, :] @ b
+
+        of_factor = self.pull_back(tensors, rows_of)
+        of_diagonal = self.completed(of_inverse) * g.unsqueeze(-1) + (columns.square() * weights).sum(-1)
+        of_diagonal = of_diagonal + (of_samples * full_noise).sum(-1) / (2 * self.diagonal_part.sqrt())
         return (*of_factor, of_diagonal.sum_to_size(self.diagonal_part.shape))
 
     @torch.no_grad()
