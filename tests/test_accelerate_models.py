@@ -36,6 +36,7 @@ PRECONDITIONERS = {
     "nystrom": sketchgp.Nystrom(),
     "nystrom-uniform": sketchgp.Nystrom(rank=60, sketch="uniform"),
     "eigenpro": sketchgp.NystromEigenPro(rank=20, subsample_size=100),
+    "full scale": sketchgp.FullScale(),
     "none": None,
 }
 

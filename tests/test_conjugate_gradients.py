@@ -28,6 +28,7 @@ from sketchgp import (
     ConjugateGradients,
     ConvergenceWarning,
     FullProblem,
+    FullScale,
     GreedyCholesky,
     InputError,
     NumericalError,
@@ -42,7 +43,7 @@ from sketchgp.preconditioners import PreconditionerCache
 from sketchgp.solvers import System
 
 PRECONDITIONERS = [None, RPCholesky(40), GreedyCholesky(40), Nystrom(40), Nystrom(40, sketch="uniform"),
-                   NystromEigenPro(20, subsample_size=80)]  # fmt: skip
+                   NystromEigenPro(20, subsample_size=80), FullScale(10, neighbors=10)]  # fmt: skip
 
 
 def _kernel(dtype=torch.float64, lengthscale=0.5, outputscale=1.3):

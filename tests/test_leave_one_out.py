@@ -16,9 +16,9 @@ import sketchgp
 from cases import each
 from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, dense, iterative, relative
 from problems import identity, normal, points
-from sketchgp.inference.full_scale import FullScale
 from sketchgp.inference.leave_one_out import fitted
 from sketchgp.operators import KernelMatrix
+from sketchgp.preconditioners.full_scale import FullScaleFactor
 
 pytestmark = TORCH_WARNINGS
 
@@ -217,12 +217,11 @@ def test_a_full_scale_approximation_by_all_neighbours_is_exact(rank: int) -> Non
     matrix, noise, dense_matrix = matrix_and_noise()
     factor = sketchgp.RPCholesky(rank=max(rank, 1)).build(matrix, noise).factor[:, :rank]
     inverse = torch.linalg.inv(dense_matrix)
-    whole = FullScale(matrix, noise, factor, neighbours=90)
-    assert relative(whole.solve(identity(90)), inverse) < 1e-9
+    whole = FullScaleFactor.of(matrix, noise, factor, neighbors=90)
+    assert relative(whole.apply_inverse(identity(90)), inverse) < 1e-9
     assert relative(whole.inverse_diagonal(), inverse.diagonal()) < 1e-9
-    assert relative(whole.rest, dense_matrix.diagonal() - factor.square().sum(dim=1)) < 1e-12
-    part = FullScale(matrix, noise, factor, neighbours=4)
-    found = part.solve(identity(90))
+    part = FullScaleFactor.of(matrix, noise, factor, neighbors=4)
+    found = part.apply_inverse(identity(90))
     assert relative(found, found.mT) < 1e-12 and float(torch.linalg.eigvalsh(found)[0]) > 0
     assert relative(part.inverse_diagonal(), found.diagonal()) < 1e-10
     assert relative(found, inverse) < 0.25

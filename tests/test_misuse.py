@@ -226,6 +226,7 @@ CHOICES = [
     sketchgp.Nystrom,
     sketchgp.GreedyCholesky,
     sketchgp.NystromEigenPro,
+    sketchgp.FullScale,
     sketchgp.ConjugateGradients,
     sketchgp.Cholesky,
     sketchgp.ASkotch,

@@ -511,8 +511,8 @@ def test_never_makes_a_test_by_train_matrix(monkeypatch: pytest.MonkeyPatch, var
     from test_accelerate_lifecycle import Largest
 
     monkeypatch.setattr("sketchgp.operators.tiles._CPU_BYTES", 2**17)
-    for part in ("predictive_variance", "full_scale"):
-        monkeypatch.setattr(f"sketchgp.inference.{part}._ENTRIES", 2**14)
+    for part in ("inference.predictive_variance", "preconditioners.full_scale"):
+        monkeypatch.setattr(f"sketchgp.{part}._ENTRIES", 2**14)
     for name, few in (("_RANK", 20), ("_NEIGHBOURS", 30)):
         monkeypatch.setattr(f"sketchgp.inference.calibrated.{name}", few)
     model, _ = build(preconditioner=sketchgp.RPCholesky(rank=20), matmul="tiled")

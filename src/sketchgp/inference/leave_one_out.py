@@ -8,7 +8,7 @@ Of probes z of random signs, ``z_i (A^-1 z)_i`` has the mean a_i and the varianc
 ``z_i (B^-1 z)_i - (B^-1)_ii`` for some B near A it has less (Bekas, Kokiopoulou, Saad, "An estimator for the diagonal
 of a matrix", 2007).  The preconditioner is no such B where the noise is small: ``P^-1`` is then mostly ``D^-1``, far
 above ``A^-1``, and the deviation becomes 4 times (noise 1e-2) to 400 times (1e-4) that of plain probes (kin8nm, 2,000
-points, rank 448).  With :class:`.full_scale.FullScale` it is 0.4 to 0.5 times of it.
+points, rank 448).  With :class:`~sketchgp.preconditioners.full_scale.FullScaleFactor` it is 0.4 to 0.5 times of it.
 
 What is computed from the a_i is not linear in them.  Its Taylor polynomials of second order around the values ``f_i``
 of a fit through all rows are put in its place.  Their means are known: that of ``(x_i - f_i)^2`` is ``(a_i - f_i)^2``
@@ -27,11 +27,11 @@ from torch import Tensor
 from ..operators import KernelMatrix
 from ..operators.access import Access
 from ..operators.tiles import spans
+from ..preconditioners.full_scale import FullScaleFactor
 from ..random_streams import generator
 from ..report import SolveReport
 from ..solvers import Cholesky, System
 from ..space import Factor, whole
-from .full_scale import FullScale
 
 _COLUMNS = 512  # columns of an inverse at once
 _ROUNDS = 50  # rounds of a fit
@@ -181,14 +181,16 @@ def probed_diagonal(
     :param z: probes ``(n, S)`` and :param solution: ``A^-1 z``, float64.
     :param left: relative residuals of that solve, ``(S,)``.
     :param factor: F of a preconditioner, ``(n, r)``; :param below: whether ``F F^T`` is at most K.
-    :param seed: of the order of :class:`.FullScale`.
+    :param seed: of the order of :class:`.FullScaleFactor`.
     """
     factor, noise, prior = whole(factor), system.noise.to(torch.float64), Access(system.operator).diagonal()
     if isinstance(system.operator, KernelMatrix):
-        near = FullScale(system.operator, noise, factor if below else factor[:, :0], seed=seed)
+        factor = factor if below else factor[:, :0]
+        rest = (prior - factor.square().sum(dim=-1)).clamp(min=0) + noise
+        near = FullScaleFactor.of(system.operator, noise, factor, seed=seed)
         guess = near.inverse_diagonal()
-        samples = z * (solution - near.solve(z)) + guess.unsqueeze(1)
-        fit = fitted(samples.mean(dim=1), guess, near.rest, near.near)
+        samples = z * (solution - near.apply_inverse(z)) + guess.unsqueeze(1)
+        fit = fitted(samples.mean(dim=1), guess, rest, near.local_diagonal)
     else:
         rest = prior - torch.linalg.vector_norm(factor, dim=-1).square()
         samples = z * solution

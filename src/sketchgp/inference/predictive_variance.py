@@ -8,9 +8,9 @@ remainder.  With ``e = k - q`` the covariance of the remainder and N the trainin
     b = (e(N,N) + noise)^-1 e(N,z),   g = F(z) - F(N)^T b,   F(a) F(b)^T = q(a,b):
 
 the remainder at z is conditioned on that of its neighbours, and what the low-rank part does not know about itself
-counts as far as the neighbours do not say it.  T^-1 is that of Vecchia's approximation (:class:`.FullScale`).  With the
-diagonal of T in its place, as in FITC, points that lie close together would count as independent: where data are dense
-and inducing points are not, the low-rank part would look better known than it is.  Gyger, Furrer and Sigrist,
+counts as far as the neighbours do not say it.  T^-1 is that of Vecchia's approximation (:class:`.FullScaleFactor`).
+With the diagonal of T in its place, as in FITC, points that lie close together would count as independent: where data
+are dense and inducing points are not, the low-rank part would look better known than it is.  Gyger, Furrer and Sigrist,
 "Vecchia-inducing-points full-scale approximations for Gaussian processes" (2025).
 """
 
@@ -23,7 +23,7 @@ from ..operators import KernelMatrix
 from ..operators.substitution import cholesky_solve
 from ..operators.tiles import spans
 from ..preconditioners import shifted_cholesky
-from .full_scale import FullScale
+from ..preconditioners.full_scale import FullScaleFactor
 
 _ROWS = 4096
 _EARLIER = 16  # neighbours that the remainder of a training point is regressed on
@@ -33,8 +33,9 @@ _ENTRIES = 2**22  # entries of k(z, X), or of blocks of neighbours, held at once
 class LowRankVariance:
     """Variances from a low-rank factor and neighbours, for one training set and kernel; all in float64.
 
-    Set-up costs ``n r^2`` operations and that of :class:`.FullScale`; each test point ``n`` entries of the kernel to
-    find its M neighbours, ``M^2`` more and ``r^2 + M^2 (M / 3 + r)`` operations.  Memory ``2 n r + r^2`` beside tiles.
+    Set-up costs ``n r^2`` operations and that of :class:`.FullScaleFactor`; each test point ``n`` entries of the kernel
+    to find its M neighbours, ``M^2`` more and ``r^2 + M^2 (M / 3 + r)`` operations.  Memory ``2 n r + r^2`` beside
+    tiles.
 
     :param matrix: ``k(X, X)`` as an operator, without batch.
     :param noise: ``(n,)`` variances.
@@ -51,7 +52,7 @@ class LowRankVariance:
         self.root = shifted_cholesky(core, torch.finfo(core.dtype).eps)
         self._features = torch.cat([self._half(self.x[rows]).mT for rows in spans(n, _ROWS)])
         earlier = n if self.neighbours == n else _EARLIER
-        self._remainder = FullScale(matrix, noise, self._features, earlier)
+        self._remainder = FullScaleFactor.of(matrix, noise, self._features, earlier)
         self.inner_root = self._remainder.root
 
     def _half(self, x: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ class LowRankVariance:
         known = torch.linalg.solve_triangular(self.inner_root, half, upper=False)
         variance = (rest - explained).clamp(min=0) + known.square().sum(dim=0)
         if left_out is not None:  # the low-rank part knows the point itself
-            features, local = self._remainder.weighted_features(left_out), self._remainder.near[left_out]
+            features, local = self._remainder.weighted_features[left_out], self._remainder.local_diagonal[left_out]
             mine = torch.linalg.solve_triangular(self.inner_root, features.mT, upper=False)
             left = (local - mine.square().sum(dim=0)).clamp(min=torch.finfo(local.dtype).eps * local)
             variance = variance + (mine * known).sum(dim=0).square() / left

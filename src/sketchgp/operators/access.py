@@ -222,6 +222,22 @@ def block(operator: LinearOperator, rows: Tensor, columns_: Tensor) -> Tensor:
     return fold(operator, leaf, MATRICES)
 
 
+def blocks_of(operator: LinearOperator, index: Tensor) -> Tensor:
+    """Return the blocks ``operator[index, index]``, ``(b, p, p)``, for indices ``(b, p)``; see :func:`has_entries`."""
+
+    def leaf(part: LinearOperator) -> Tensor:
+        if isinstance(part, KernelMatrix):
+            return part.block(index, index)
+        return part.tensor[index.unsqueeze(-1), index.unsqueeze(-2)]
+
+    return fold(operator, leaf, MATRICES)
+
+
+def has_entries(operator: LinearOperator) -> bool:
+    """Return whether an operator is made of kernel matrices and dense ones, whose entries are had one by one."""
+    return all(isinstance(part, (KernelMatrix, DenseLinearOperator)) for _, part in terms(operator))
+
+
 Term = tuple[float | Tensor, LinearOperator]
 
 

@@ -3,6 +3,7 @@
 from .base import Preconditioner, Selection
 from .cache import PreconditionerCache
 from .eigenpro import NystromEigenPro, TopEigensystem, top_eigensystem
+from .full_scale import FullScale
 from .greedy_cholesky import GreedyCholesky, greedy_cholesky
 from .low_rank import LowRank, nystrom_factor, pivoted_factor, shifted_cholesky, sketched_factor
 from .nystrom import Nystrom, gaussian_nystrom, gaussian_test_matrix, scaled_test_matrix, uniform_nystrom
@@ -10,6 +11,7 @@ from .rpcholesky import RPCholesky, rpcholesky
 from .smoothness import smoothness
 
 __all__ = [
+    "FullScale",
     "GreedyCholesky",
     "LowRank",
     "Nystrom",

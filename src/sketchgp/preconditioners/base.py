@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checks import count, settle
-from ..operators import LowRankPlusDiagonal
+from ..operators import LowRankPlusDiagonal, MovingPlusDiagonal
 from ..operators.access import Access
 from ..operators.moving_factors import FactorOfColumns, MovingFactor
 from ..settings import memory_budget
@@ -210,8 +210,34 @@ class Preconditioner:
         :param noise: ``(..., n)`` variances.
         """
         with torch.no_grad():
-            selection = self.select(Access(operator), noise)
-            return LowRankPlusDiagonal(selection.factor, noise.to(torch.float64) + selection.shift)
+            access = Access(operator)
+            selection = self.select(access, noise)
+            diagonal = noise.to(torch.float64) + selection.shift
+            return self.assemble(access, diagonal, selection, selection.factor, None, live=False)[0]
+
+    def assemble(
+        self,
+        matrix: Access,
+        diagonal: Tensor,
+        selection: Selection,
+        factor: Factor,
+        moving: MovingFactor | None,
+        live: bool,
+    ) -> tuple[LowRankPlusDiagonal, LowRankPlusDiagonal]:
+        """Return P without gradients, and as it is used: differentiable where it is ``live``.
+
+        :param diagonal: ``(..., n)`` float64; :param factor: F of the selection and the present K, ``(..., n, r)``.
+        :param moving: the way back from F to K, where that gives its gradient.
+        """
+        kept = LowRankPlusDiagonal(factor.detach(), diagonal.detach())
+        if moving is not None:
+            built: LowRankPlusDiagonal = MovingPlusDiagonal(matrix.operator, diagonal, moving, matrix.source.dtype)
+        elif live:
+            built = LowRankPlusDiagonal(factor, diagonal, matrix.source.dtype)
+        else:
+            return kept, kept.detached(matrix.source.dtype)
+        built.known_root = kept.capacitance_root()
+        return kept, built
 
 
 @torch.no_grad()

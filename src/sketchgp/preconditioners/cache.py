@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..distributed import in_force
 from ..fingerprint import tensor_key
-from ..operators import LowRankPlusDiagonal, MovingPlusDiagonal
+from ..operators import LowRankPlusDiagonal
 from ..operators.access import Access
 from ..operators.marks import operator_key
 from ..operators.moving_factors import MovingFactor
@@ -80,15 +80,9 @@ class PreconditionerCache:
             factor, moving = self._factor(access, noise, keys, live)
             assert self._selection is not None
             diagonal = noise.to(torch.float64) + self._selection.shift
-            self._built, self._keys = LowRankPlusDiagonal(factor.detach(), diagonal.detach()), keys
+            self._built, built = self.choice.assemble(access, diagonal, self._selection, factor, moving, live)
+            self._keys = keys
             self.builds += 1
-            if moving is not None:
-                built: LowRankPlusDiagonal = MovingPlusDiagonal(access.operator, diagonal, moving, operator.dtype)
-            elif live:
-                built = LowRankPlusDiagonal(factor, diagonal, operator.dtype)
-            else:
-                built = self._built.detached(operator.dtype)
-            built.known_root = self._built.capacitance_root()
             self._seconds += time.perf_counter() - start
             return built
 

@@ -13,10 +13,10 @@ from gpytorch.mlls import InducingPointKernelAddedLossTerm
 from torch import Tensor
 
 from ...errors import InputError
-from ...inference.full_scale import FullScale
 from ...inference.leave_one_out import expected_log_density, fitted, signs
 from ...operators import KernelMatrix
 from ...operators.access import Access
+from ...preconditioners.full_scale import FullScaleFactor
 from .acceleration import choices_of
 from .added_diag import AcceleratedAddedDiagLinearOperator, solved_by_us
 from .mixins import AcceleratedDistribution, accelerated_class
@@ -123,7 +123,7 @@ def _fit(operator: AcceleratedAddedDiagLinearOperator, values: Tensor) -> Tensor
         one = system.element(index, batch) if batch else system
         noise = one.noise.to(torch.float64)
         if isinstance(one.operator, KernelMatrix):
-            known[index] = FullScale(one.operator, noise, noise.new_zeros(one.n, 0)).near
+            known[index] = FullScaleFactor.of(one.operator, noise, noise.new_zeros(one.n, 0)).local_diagonal
         else:
             known[index] = Access(one.operator).diagonal() + noise
     return fitted(values, known)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...operators import LowRankPlusDiagonal
 from ...operators.access import Access, diagonal
 from ...random_streams import generator
-from ...space import Space, square_norms
+from ...space import Space
 from ..certificate import Certificate
 from ..system import System
 
@@ -52,7 +52,7 @@ class RowErrors:
         self.space, noise = space, system.noise.to(torch.float64).unsqueeze(-1)
         left = diagonal(system.operator).to(torch.float64).clamp(min=0)
         if preconditioner is not None:
-            left = (left - square_norms(preconditioner.factor)).clamp(min=0)
+            left = preconditioner.unexplained(left)
         left = left.unsqueeze(-1)
         self.noise, self.known = space.own(noise), preconditioner is not None
         self.share = space.own(left / (left + noise))

@@ -1,0 +1,513 @@
+"""Near and far in one preconditioner: a low-rank factor, and Vecchia's approximation of what it leaves.
+
+With ``F F^T`` a low-rank part of K, the rest ``T = K - F F^T + D`` is short-ranged.  In a random order each row i is
+regressed on m earlier rows N(i) of it,
+
+    b_i = T_NN^-1 T_Ni,    v_i = T_ii - T_iN b_i,    G = V^-1/2 (I - B),    T^-1 ~ M = G^T G.
+
+Then P is near ``A = K + D`` in both ranges, and with ``C = I + F^T M F``
+
+    P = F F^T + M^-1,    P^-1 = M - M F C^-1 F^T M,    log det P = log det C + sum log v_i.
+
+Without F, ``log det P >= log det A`` and ``tr(P^-1 A) = n``: a variance falls with what it is conditioned on.
+
+The gradient of a function of P, of samples ``z = F u + G^-1 u'`` and of log det P, given as ``Y diag(w) Y^T`` for P, g
+for the samples and h for the determinant, is that of F alone, ``2 Y diag(w) Y^T F + g u^T + 2 h P^-1 F``, and of
+
+    h (sum log v_i + |G E|^2) - sum_j c_j^T G a_j,    E E^T = F C^-1 F^T,
+    a = (M^-1 Y, G^-1 u'),    c = (2 w G^-T Y, G^-T g),
+
+with E, a and c held fixed, which is taken by blocks of rows.
+
+References: Vecchia, "Estimation and model identification for continuous spatial processes" (1988); Gyger, Furrer,
+Sigrist, "Iterative methods for full-scale Gaussian process approximations for large spatial data" (arXiv:2405.14492).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from scipy.spatial import cKDTree
+from torch import Tensor
+
+from ..checks import count, settle
+from ..checks import seed as seed_check
+from ..errors import InputError, NumericalError
+from ..operators import KernelMatrix
+from ..operators.access import Access, blocks_of, evaluated_accurately, has_entries, terms
+from ..operators.low_rank_plus_diagonal import Logdet
+from ..operators.substitution import cholesky_solve
+from ..operators.tiles import spans
+from ..random_streams import generator
+from ..space import Space
+from .base import Preconditioner, Selection
+from .low_rank import LowRank, pivoted_factor, shifted_cholesky
+from .rank import Costs, RankByCost
+from .rpcholesky import rpcholesky
+
+_ENTRIES = 2**22  # entries of blocks of neighbours held at once
+_NEIGHBORS = 32
+_FEATURES = 6  # dimension up to which a k-d tree finds neighbours
+_MORE, _LEAST = 2.5, 10  # candidates of a tree for each neighbour, and more: of a row's, half or more come before it
+
+
+@dataclass(frozen=True)
+class Neighbors:
+    """Rows that are conditioned on, held fixed while hyperparameters move.
+
+    :ivar order: ``(n,)``; :ivar near: ``(n, m)`` places in the order, each before that of its row, or equal to it where
+        a row has fewer neighbours.
+    """
+
+    order: Tensor
+    near: Tensor
+
+    @cached_property
+    def _known(self) -> Tensor:
+        return self.near < torch.arange(len(self.near), device=self.near.device).unsqueeze(1)
+
+    def blocks(self, rank: int) -> list[slice]:
+        """Return spans of rows whose blocks of neighbours are held at once."""
+        m = self.near.shape[1] + 1
+        return list(spans(len(self.order), max(1, _ENTRIES // (m * max(rank, m)))))
+
+    def rows(self, span: slice) -> tuple[Tensor, Tensor]:
+        """Return indices ``(b, m + 1)`` of some rows and of their neighbours, and which exist."""
+        own = torch.arange(span.start, span.stop, device=self.near.device).unsqueeze(1)
+        known = torch.cat([torch.ones_like(own, dtype=torch.bool), self._known[span]], dim=1)
+        return self.order[torch.cat([own, self.near[span]], dim=1)], known
+
+    def matrix(self, values: Tensor, transposed: bool) -> Tensor:
+        """Return the sparse matrix ``(n, n)`` with ``values`` ``(n, m)`` in the columns of neighbours."""
+        n, m = self.near.shape
+        rows = torch.arange(n, device=self.near.device).repeat_interleave(m)
+        index = torch.stack([self.near.flatten(), rows] if transposed else [rows, self.near.flatten()])
+        entries = torch.sparse_coo_tensor(index, values.flatten(), (n, n), check_invariants=False).coalesce()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+            return entries.to_sparse_csr()
+
+
+class FullScaleFactor:
+    """P of one matrix in float64: its inverse, determinant, samples and their derivatives.
+
+    Set-up costs ``n m^2 (m + r)`` operations; memory ``3 n m`` numbers beside F.
+
+    :param operator: K, a sum of kernel matrices and dense ones, without batch, in float64.
+    :param noise: ``(n,)`` float64, D.
+    :param factor: F, ``(n, r)`` with ``F F^T <= K``; r may be 0.
+    :param neighbors: order and N.
+    :param pivots: ``(r,)``, which F is made of; None where no derivative is wanted.
+    :param out_dtype: dtype of determinants and samples.
+    :raises NumericalError: where P is not positive definite in float64.
+
+    :ivar root: the lower Cholesky factor of C, ``(r, r)``.
+    :ivar variances: v, ``(n,)``, in the order.
+    :ivar tensors: what P is differentiated in: the tensors of K, and the noise.
+    """
+
+    def __init__(
+        self,
+        operator: Any,
+        noise: Tensor,
+        factor: Tensor,
+        neighbors: Neighbors,
+        pivots: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._begin(operator, noise, out_dtype)
+        self.factor, self.neighbors, self.pivots, self.rank = factor, neighbors, pivots, factor.shape[-1]
+        self._compute()
+
+    @classmethod
+    def of(cls, operator: Any, noise: Tensor, factor: Tensor, neighbors: int = 16, seed: int = 0) -> FullScaleFactor:
+        """Return P of a kernel matrix with its nearest neighbours, without gradients.
+
+        :param neighbors: m; :param seed: of the order.
+        """
+        noise, factor = noise.detach().to(torch.float64), factor.detach().contiguous()  # whose rows are read
+        matrix = evaluated_accurately(operator.detach())
+        return cls(matrix, noise, factor, neighbors_of(Access(operator), factor, noise, neighbors, seed))
+
+    def _begin(self, operator: Any, noise: Tensor, out_dtype: torch.dtype | None) -> None:
+        self.operator, self.diagonal_part, self.dtype = operator, noise, out_dtype or noise.dtype
+        self.tensors: tuple[Tensor, ...] = (*operator.representation(), noise)
+        self.batch_shape = torch.Size()
+
+    def detached(self, out_dtype: torch.dtype | None) -> FullScaleFactor:
+        """Return the same without gradients, shown as ``out_dtype``."""
+        copy = object.__new__(FullScaleFactor)
+        copy.__dict__.update(self.__dict__)
+        copy._begin(self.operator.detach(), self.diagonal_part.detach(), out_dtype)
+        return copy
+
+    @torch.no_grad()
+    def _compute(self) -> None:
+        operator, noise, factor = self.operator.detach(), self.diagonal_part.detach(), self.factor
+        weights = torch.zeros_like(self.neighbors.near, dtype=noise.dtype)
+        self.variances = torch.empty_like(noise)
+        for rows in self.neighbors.blocks(self.rank):
+            index, known = self.neighbors.rows(rows)
+            weights[rows], self.variances[rows] = _regression(
+                blocks_of(operator, index), factor[index], noise[index], known
+            )
+        self._regress, self._turned = (self.neighbors.matrix(weights, turned) for turned in (False, True))
+        self._scale = self.variances.rsqrt().unsqueeze(1)
+        half = self._whitened(factor)
+        inner = half.mT @ half
+        inner.diagonal().add_(1)
+        self.root, failed = torch.linalg.cholesky_ex(inner)
+        if int(failed) or not bool(torch.isfinite(self._scale).all() & torch.isfinite(self.root).all()):
+            raise NumericalError(
+                "The full-scale preconditioner is not positive definite in float64; check the noise (it must be "
+                "positive) and the inputs for NaN.",
+                see="not-definite",
+            )
+
+    # --- G, its inverse and what they make up -----------------------------------------------------------------
+
+    def _whitened(self, vectors: Tensor) -> Tensor:
+        """Return ``G v``, in the order, for v ``(n, t)``."""
+        rest = vectors[self.neighbors.order]
+        return (rest - self._regress @ rest) * self._scale
+
+    def _spread(self, ordered: Tensor) -> Tensor:
+        return torch.empty_like(ordered).index_copy_(0, self.neighbors.order, ordered)
+
+    def _local_inverse(self, vectors: Tensor) -> Tensor:
+        """Return ``M v``."""
+        scaled = self._whitened(vectors) * self._scale
+        return self._spread(scaled - self._turned @ scaled)
+
+    def _coloured(self, ordered: Tensor) -> Tensor:
+        """Return ``G^-1 u`` for u in the order."""
+        return self._spread(_nilpotent(self._regress, ordered / self._scale))
+
+    def _coloured_back(self, vectors: Tensor) -> Tensor:
+        """Return ``G^-T v``, in the order."""
+        return _nilpotent(self._turned, vectors[self.neighbors.order]) / self._scale
+
+    @torch.no_grad()
+    def apply_inverse(self, rhs: Tensor) -> Tensor:
+        """Return ``P^-1 rhs`` for rhs ``(n, t)``, computed in float64, in the dtype of rhs."""
+        local = self._local_inverse(rhs.to(torch.float64))
+        if self.rank:
+            inner = cholesky_solve(self.factor.mT @ local, self.root)
+            local = local - self._local_inverse(self.factor @ inner)
+        return local.to(rhs.dtype)
+
+    @cached_property
+    def local_diagonal(self) -> Tensor:
+        """The diagonal of M, ``(n,)``."""
+        squares = self._scale.squeeze(1).square()
+        turned = torch.sparse_csr_tensor(
+            self._turned.crow_indices(), self._turned.col_indices(), self._turned.values().square(), self._turned.shape
+        )
+        return self._spread(squares + (turned @ squares.unsqueeze(1)).squeeze(1))
+
+    @cached_property
+    def weighted_features(self) -> Tensor:
+        """``M F``, ``(n, r)``."""
+        return self._local_inverse(self.factor)
+
+    @torch.no_grad()
+    def inverse_diagonal(self) -> Tensor:
+        """Return the diagonal of P^-1, ``(n,)``, positive."""
+        near = self.local_diagonal
+        half = torch.linalg.solve_triangular(self.root, self.weighted_features.mT, upper=False)
+        return (near - half.square().sum(dim=0)).clamp(min=torch.finfo(near.dtype).eps * near)
+
+    def log_determinant(self) -> Tensor:
+        """Return ``log det P``, differentiable in :attr:`tensors`."""
+        return Logdet.apply(self, *self.tensors).to(self.dtype)
+
+    def log_determinant_value(self) -> Tensor:
+        """Return ``log det P`` in float64, without gradients."""
+        return 2 * self.root.diagonal().log().sum() + self.variances.log().sum()
+
+    def unexplained(self, prior: Tensor) -> Tensor:
+        """Return what F and the neighbours leave of prior variances ``(n,)``, at least zero."""
+        return (self._spread(self.variances).to(prior.dtype) - self.diagonal_part).clamp(min=0)
+
+    @torch.no_grad()
+    def sample(self, low_rank_noise: Tensor, full_noise: Tensor) -> Tensor:
+        """Return N(0, P) samples ``(n, s)`` from normal numbers ``(r, s)`` and ``(n, s)``."""
+        return (self.factor @ low_rank_noise + self._coloured(full_noise)).to(self.dtype)
+
+    # --- derivatives ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sampled_derivative(
+        self,
+        tensors: tuple[Tensor, ...],
+        columns: Tensor,
+        weights: Tensor,
+        of_samples: Tensor,
+        low_rank_noise: Tensor,
+        full_noise: Tensor,
+        of_determinant: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        """Return gradients for :attr:`tensors`; see :meth:`.LowRankPlusDiagonal.sampled_derivative`."""
+        y, w, g, h = (v.to(torch.float64) for v in (columns, weights, of_samples, of_determinant))
+        factor = self.factor
+        of_factor = 2 * (y * w) @ (y.mT @ factor) + g @ low_rank_noise.mT
+        of_factor += 2 * h * cholesky_solve(self._local_inverse(factor).mT, self.root).mT  # P^-1 F = M F C^-1
+        back = self._coloured_back(y)
+        a = torch.cat([self._coloured(back), self._coloured(full_noise)], dim=1)
+        c = torch.cat([2 * w * back, self._coloured_back(g)], dim=1)
+        fixed = torch.linalg.solve_triangular(self.root, factor.mT, upper=False).mT  # E
+        total = _Total(tensors)
+        tree = self.operator.representation_tree()
+        with torch.enable_grad():
+            for rows in self.neighbors.blocks(self.rank):
+                index, known = self.neighbors.rows(rows)
+                part = factor[index].requires_grad_()
+                matrix, noise = tree(*total.live[:-1]), total.live[-1]
+                b, v = _regression(blocks_of(matrix, index), part, noise[index], known)
+                rest = torch.cat([a, fixed], dim=1)[index]
+                white = (rest[:, 0] - (b.unsqueeze(1) @ rest[:, 1:]).squeeze(1)) / v.sqrt().unsqueeze(1)
+                count = a.shape[1]
+                value = h * (v.log().sum() + white[:, count:].square().sum()) - (c[rows] * white[:, :count]).sum()
+                (of_part,) = total.add(value, part)
+                of_factor.index_add_(0, index.flatten(), of_part.flatten(0, 1))
+            if self.rank:
+                self._of_pivots(total, of_factor)
+        return total.gradients
+
+    def _of_pivots(self, total: _Total, of_factor: Tensor) -> None:
+        """Add what F is made of, ``F = K(:, S) L^-T`` with ``L L^T = K_SS``, by blocks of rows, from its gradient."""
+        pivots, tree = self.pivots, self.operator.representation_tree()
+        assert pivots is not None
+
+        def core() -> Tensor:
+            block = Access(tree(*total.live[:-1])).block(pivots, pivots)
+            return shifted_cholesky(block, torch.finfo(block.dtype).eps)
+
+        with torch.no_grad():
+            known = core()
+        of_root = torch.zeros_like(known)
+        everything = torch.arange(len(of_factor), device=of_factor.device)
+        for rows in spans(len(of_factor), max(1, _ENTRIES // len(pivots))):
+            root = known.clone().requires_grad_()
+            part = Access(tree(*total.live[:-1])).block(everything[rows], pivots)
+            factor = torch.linalg.solve_triangular(root, part.mT, upper=False)
+            of_root += total.add((factor * of_factor[rows].mT).sum(), root)[0]
+        total.add((core() * of_root).sum())
+
+
+class _Total:
+    """Gradients for tensors, added up over scalars.
+
+    :param tensors: with the flags that say which need a gradient.
+    :ivar live: the same as leaves.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.live = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        self._wanted = [t for t in self.live if t.requires_grad]
+        self._sums = [torch.zeros_like(t) for t in self._wanted]
+
+    def add(self, value: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """Add the gradients of a scalar, and return those for further tensors."""
+        found = torch.autograd.grad(value, (*others, *self._wanted), allow_unused=True, materialize_grads=True)
+        for total, gradient in zip(self._sums, found[len(others) :], strict=True):
+            total += gradient
+        return found[: len(others)]
+
+    @property
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """The sums, None for tensors without a gradient."""
+        sums = iter(self._sums)
+        return tuple(next(sums) if t.requires_grad else None for t in self.live)
+
+
+def _regression(block: Tensor, part: Tensor, noise: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """Regress the first row of each block on the others: weights ``(b, m)`` and variances ``(b,)``; differentiable.
+
+    :param block: of K, ``(b, m + 1, m + 1)``; :param part: rows of F, ``(b, m + 1, r)``.
+    :param noise: ``(b, m + 1)``; :param known: which rows count.
+    """
+    rest = block - part @ part.mT + torch.diag_embed(noise)
+    rest = torch.where(known.unsqueeze(1) & known.unsqueeze(2), rest, torch.diag_embed((~known).to(rest.dtype)))
+    with torch.no_grad():  # rounding has made some blocks indefinite: their rows are taken without neighbours
+        fine = (torch.linalg.cholesky_ex(rest[:, 1:, 1:]).info == 0)[:, None, None]
+    if not bool(fine.all()):
+        rest = torch.where(fine, rest, torch.diag_embed(rest.diagonal(dim1=1, dim2=2).clamp(min=noise)))
+    cross = rest[:, 1:, :1]
+    weights = cholesky_solve(cross, torch.linalg.cholesky(rest[:, 1:, 1:]))
+    explained = (weights * cross).sum(dim=(1, 2))
+    return weights.squeeze(2), torch.maximum(rest[:, 0, 0] - explained, noise[:, 0])
+
+
+def _nilpotent(matrix: Tensor, rhs: Tensor) -> Tensor:
+    """Return ``(I - B)^-1 rhs`` for a strictly triangular B.
+
+    ``x <- rhs + B x`` is constant after as many steps as the longest chain of neighbours has rows.
+    """
+    x = rhs
+    while True:
+        following = rhs + matrix @ x
+        if torch.equal(following, x):
+            return x
+        x = following
+
+
+# --- neighbours -----------------------------------------------------------------------------------------------
+
+
+def _features(operator: Any) -> Tensor | None:
+    """Return inputs ``(n, p)`` whose distances order the entries of K, or None where there are none of few dimensions.
+
+    They are the inputs over their lengthscales, of all the kernels that K is a sum or product of.
+    """
+    found: list[Tensor] = []
+    for _, part in terms(operator):
+        if not isinstance(part, KernelMatrix) or part.expression is None or part.pairs.sources:
+            return None
+        prepared = part.pairs.prepared().features
+        if not prepared or any(f.weight is None for f in prepared):
+            return None
+        found += [f.left for f in prepared]
+    return torch.cat(found, dim=-1) if sum(x.shape[-1] for x in found) <= _FEATURES else None
+
+
+@torch.no_grad()
+def neighbors_of(matrix: Access, factor: Tensor, noise: Tensor, count: int, seed: int = 0) -> Neighbors:
+    """Return a random order, and the rows before each one that matter most to it.
+
+    In few dimensions these are the nearest by distance over lengthscales, by a k-d tree.  Elsewhere they have the
+    largest correlation in ``K - F F^T + D``, of all rows before.
+
+    :param factor: F, ``(n, r)``; :param noise: ``(n,)``; :param count: m.
+    :param seed: of the order.
+    """
+    k = matrix.n
+    order = torch.randperm(k, generator=generator(seed, "order of a full-scale approximation")).to(matrix.device)
+    count = min(count, k - 1)
+    near = torch.arange(k, device=order.device).unsqueeze(1).repeat(1, count)
+    result = Neighbors(order, near)
+    if not count:
+        return result
+    features = _features(matrix.source)
+    if features is not None and bool(torch.isfinite(features).all()):
+        points = features[order].double().cpu().numpy()
+        start, stop = 0, min(k, 4 * count)
+        while start < k:
+            wanted = min(stop, int(_MORE * count) + _LEAST if start else stop)
+            tree = cKDTree(points[:stop], balanced_tree=False)
+            found = tree.query(points[start:stop], k=[*range(1, wanted + 1)], workers=torch.get_num_threads())[1]
+            _keep(near, torch.from_numpy(found).to(order.device), start)
+            start, stop = stop, min(k, 2 * stop)
+        return result
+    rest = (matrix.diagonal() - factor.square().sum(dim=1)).clamp(min=0) + noise
+    scale = rest.rsqrt().to(matrix.source.dtype)[order]
+    part = factor[order].to(scale.dtype)
+    for rows in spans(k, max(1, _ENTRIES // k)):
+        tile = matrix.block(order[rows], order[: rows.stop]).to(scale.dtype)
+        tile.addmm_(part[rows], part[: rows.stop].mT, alpha=-1).abs_().mul_(scale[: rows.stop])
+        own = tile[:, rows.start :]  # columns of the rows themselves: only earlier ones count
+        own.masked_fill_(torch.ones_like(own, dtype=torch.bool).triu(), -1)
+        _keep(near, tile.topk(min(count, rows.stop), dim=1).indices, rows.start)
+    return result
+
+
+def _keep(near: Tensor, candidates: Tensor, start: int) -> None:
+    """Keep the first candidates ``(b, c)`` that come before their row, of which the first is ``start``."""
+    rows = torch.arange(start, start + len(candidates), device=near.device).unsqueeze(1)
+    earlier = candidates < rows
+    first = (~earlier).to(torch.int8).argsort(dim=1, stable=True)[:, : near.shape[1]]
+    chosen = torch.where(earlier.gather(1, first), candidates.gather(1, first), rows)
+    near[start : start + len(candidates), : chosen.shape[1]] = chosen
+
+
+# --- the choice -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FullScaleSelection(Selection):
+    """Pivots and neighbours.
+
+    :ivar neighbors: order and N.
+    """
+
+    neighbors: Neighbors | None = None
+
+
+@dataclass(frozen=True)
+class FullScale(Preconditioner):
+    """Pivots of RPCholesky, and regressions of each row on its neighbours: near and far in one preconditioner.
+
+    A low-rank factor does not help where the kernel is short-ranged: maps, rough kernels, short lengthscales.
+    Regressions on neighbours do.  Set-up costs ``n m^2 (m + r)`` operations and the search for neighbours, which takes
+    a k-d tree in up to six dimensions, and half a product with K and ``n^2 r`` operations elsewhere.  A solve costs
+    ``n (4 m + 2 r)`` operations an iteration.  Memory: ``n (3 m + r)`` float64 numbers.
+
+    Reference: :mod:`sketchgp.preconditioners.full_scale`.
+
+    :param rank: r, pivots; 0 is Vecchia's approximation alone; None chooses it by cost, as :class:`RPCholesky` does.
+    :param neighbors: m, earlier rows that each row is regressed on; None is 32.
+    :param seed: seed of pivots and order.
+    """
+
+    neighbors: int | None = None
+    seed: int = 0
+    pivoted = True
+    lean = False
+    below = False
+
+    def __post_init__(self) -> None:
+        settle(self, count, "rank", least=0, optional=True)
+        settle(self, count, "neighbors", optional=True)
+        settle(self, seed_check, "seed")
+
+    def stopping_rule(self, matrix: Access, one_by_one: bool = False) -> RankByCost | None:
+        """Return the rule of :class:`RPCholesky`, with the price of a column in all regressions."""
+        return RankByCost(Costs(matrix, neighbors=self.neighbors or _NEIGHBORS)) if self.rank is None else None
+
+    def approximate(self, matrix: Access, noise: Tensor) -> LowRank:
+        return rpcholesky(
+            matrix, self.rank_for(matrix.n, matrix.device), generator=generator(self.seed, "RPCholesky preconditioner"),
+            weights=1 / noise, enough=self.stopping_rule(matrix),
+        )  # fmt: skip
+
+    def select(self, matrix: Access, noise: Tensor) -> Selection:
+        """Choose pivots, order and neighbours.
+
+        :raises InputError: for batches, for several ranks, and for matrices that are not evaluated by entries.
+        """
+        shared = Space.of(matrix.n).shared
+        if matrix.batch_shape or noise.dim() > 1 or shared or not has_entries(matrix.source):
+            raise InputError(
+                "FullScale expects one covariance in one process, which a kernel evaluates at pairs of inputs; use "
+                "RPCholesky() for batches, for ranks that work together and for matrices with a structure of their own."
+            )
+        chosen = super().select(matrix, noise)
+        assert isinstance(chosen.factor, Tensor)
+        neighbors = neighbors_of(matrix, chosen.factor, noise, self.neighbors or _NEIGHBORS, self.seed)
+        return FullScaleSelection(
+            chosen.factor, chosen.pivots, core_root=chosen.core_root, left=chosen.left, excess=chosen.excess,
+            neighbors=neighbors,
+        )  # fmt: skip
+
+    def factor(self, matrix: Access, selection: Selection) -> Tensor:
+        """Return F of the present K, without gradients: P is differentiated in what K is made of."""
+        assert selection.pivots is not None
+        factor = pivoted_factor(matrix, selection.pivots).factor
+        assert isinstance(factor, Tensor)
+        return factor
+
+    def assemble(
+        self, matrix: Access, diagonal: Tensor, selection: Selection, factor: Any, moving: Any, live: bool
+    ) -> tuple[Any, Any]:
+        assert isinstance(selection, FullScaleSelection) and selection.neighbors is not None
+        operator = evaluated_accurately(matrix.source)
+        built = FullScaleFactor(
+            operator, diagonal, factor.detach(), selection.neighbors, selection.pivots, matrix.source.dtype
+        )
+        kept = built.detached(None)
+        return kept, built if live else kept.detached(matrix.source.dtype)
