@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal
 from gpytorch.kernels import (
+    CosineKernel,
     Kernel,
     LinearKernel,
     MaternKernel,
@@ -131,6 +132,13 @@ def test_kernels_that_are_called(batch, square):
     scaled = torch.cdist(z.double(), x.double()).square() * other.lengthscale**-2
     ((-0.5 * scaled).exp() @ v)[..., near, :].sum().backward()
     assert relative(kernel.raw_lengthscale.grad, other.raw_lengthscale.grad) < 1e-4
+
+
+@each("kernel", [PiecewisePolynomialKernel(q=0), CosineKernel()])
+def test_kernels_that_are_called_far_from_the_origin(kernel):
+    x = 1e6 + points(60, 1)
+    found = KernelMatrix.of(kernel.double(), x[:20], x, engine="tiled").to_dense()
+    assert relative(found, kernel(x[:20] - 1e6, x - 1e6).to_dense()) < 1e-7
 
 
 @each("inputs", [False, True])

@@ -36,6 +36,8 @@ from ..settings import memory_budget
 from .centre import Centre
 
 KERNELS = threading.RLock()  # held while a kernel of the user's runs, or has other parameters than its own
+# functions of the differences of points, which GPyTorch computes from points that it has not centred
+_OF_DIFFERENCES = (plain.CosineKernel, plain.PiecewisePolynomialKernel, plain.SpectralMixtureKernel)
 
 
 def forward(kernel: Kernel, x1: Tensor, x2: Tensor, apart: bool = True, **options: Any) -> Any:
@@ -82,6 +84,9 @@ def _added(parts: Sequence[Any]) -> Any:
 
 
 def _call(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Any:
+    if type(kernel) in _OF_DIFFERENCES and x1.numel():
+        origin = x1[..., :1, :].detach()
+        x1, x2 = x1 - origin, x2 - origin
     if not any(isinstance(part, Kernel) and part is not kernel for part in kernel.modules()):
         return kernel.forward(x1, x2, **options)
     with KERNELS, settings.lazily_evaluate_kernels(False):
