@@ -124,7 +124,7 @@ def _arc_cosine(order: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     v = b / np.where(long_b > 0, long_b, 1)[:, None]
     minus = np.sqrt(((u[:, None, :] - v[None, :, :]) ** 2).sum(-1))
     plus = np.sqrt(((u[:, None, :] + v[None, :, :]) ** 2).sum(-1))
-    angle = 2 * np.arctan2(minus, plus)
+    angle = np.where(minus + plus > 0, 2 * np.arctan2(minus, plus), PI / 2)
     rest = PI - angle
     shape = {
         0: rest,

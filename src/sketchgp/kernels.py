@@ -84,6 +84,7 @@ class ArcCosineKernel(Kernel):
     :math:`J_0 = \pi - \theta`, :math:`J_1 = \sin\theta + (\pi - \theta)\cos\theta` and
     :math:`J_2 = 3 \sin\theta\cos\theta + (\pi - \theta)(1 + 2\cos^2\theta)`.  A layer with a bias is had by a column
     of ones in x.  Cho and Saul, "Kernel methods for deep learning" (NeurIPS 2009).
+    Zero vectors are at a right angle to all vectors, themselves included: a step at 0 is one half.
 
     There is no output scale; wrap it in a ``ScaleKernel``.
 
