@@ -138,9 +138,13 @@ def _rounding(case: Case, dense: Dense) -> Tensor:
     largest = dense.prior.max().clamp_min(dense.k.abs().max())
     terms = (dense.cross.abs() * dense.w.abs().unsqueeze(1)).sum(0) + largest * 1e-3 * dense.w.abs().sum()
     means = dense.mean.abs() + dense.posterior_mean.abs()
-    # GPyTorch's factors of a product have jitter on their diagonals; up to so much there is no warning
-    product = 1e-5 * largest * dense.w.abs().sum() if case.form in ("hadamard", "product in forward") else 0.0
+    product = _jitter(case) * largest * dense.w.abs().sum()
     return _eps(case) * (30 * moved + 10 * means) + 10 * _distances(case) * (terms + moved) + product
+
+
+def _jitter(case: Case) -> float:
+    """GPyTorch's factors of a product have jitter on their diagonals; up to so much there is no warning."""
+    return 1e-5 if case.form in ("hadamard", "product in forward") else 0.0
 
 
 def _distances(case: Case) -> float:
@@ -279,10 +283,12 @@ def _check_likelihood(
         expected = -0.5 * (quad + logdet + len(dense.b) * math.log(2 * math.pi)) / count
         size = abs(quad) + len(dense.b) + abs(logdet)
         of_value = residual * float((dense.w.norm() * dense.b.norm()).detach())
+        jitter = _jitter(case) * float(dense.k.diagonal().max())
+        least = float(dense.noise.detach().min().clamp(min=torch.finfo(torch.float64).tiny))  # some noises are zero
+        of_value += jitter * float(dense.w.detach().square().sum()) + len(dense.b) * math.log1p(jitter / least)
         allowed = (of_value + 8 * _log_deviation(case, dense) + precision * size) / count
         found = float(value.reshape(-1)[number])
         _expect(abs(found - expected) <= allowed, "marginal likelihood", found, expected, allowed)
-        least = float(dense.noise.detach().min().clamp(min=torch.finfo(torch.float64).tiny))  # some noises are zero
         of_solves += 4 * residual * float(dense.b.detach().norm()) * quad**0.5 / least**0.5 + precision * size
     of_fit, of_determinant = gradient_of(double, count)
     of_probes = 2 * sum(len(dense.b) ** 0.5 for dense in references)
