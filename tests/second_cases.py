@@ -33,6 +33,7 @@ from second_calls import WRONG
 from second_reference import LONG, Dense, Sparse, Truth, number, rows
 
 KERNELS = gpytorch.kernels
+WAVES = {"periodic", "cosine", "spectral"}
 HARD = 1e11  # condition numbers from which an error or a warning is no surprise in float64
 
 
@@ -409,12 +410,12 @@ class Problem:
     def dense(self, model: Any = None) -> Dense:
         model = self.model if model is None else model
         mean, x = model.mean_module, rows(model.train_inputs[0])
-        # what is inexact before the kernel's formula: a network's outputs, phases of far waves, angles of few degrees
+        # what is inexact before the kernel's formula: a network's outputs, phases of far waves, what is a root
         entries = exact.EPS if model.net is None else 4 * torch.finfo(self.dtype).eps
         kinds = self.case.told.get("kernels", ())
-        if model.net is None and {"periodic", "cosine", "spectral"} & set(kinds):
+        if model.net is None and WAVES & set(kinds):
             entries = entries * (1 + 6 * float(np.abs(x - np.median(x, 0)).max()) / self.size)
-        if "arccosine" in kinds:
+        if {"arccosine", "piecewise"} & set(kinds):
             entries = max(entries, 1e-8)
         return Dense(model.covar_module, mean, x, number(model.train_targets), self.noises(model), entries, self.see)
 
@@ -807,8 +808,10 @@ def losses(case: Case) -> None:
     model = problem.model
     n = len(model.train_targets)
     tight = case.chance(0.6)  # solves to 1e-3 leave gradients with errors of their own
+    count = 300 if tight else 10
     tolerance = gpytorch.settings.cg_tolerance(1e-8 if tight else 1.0)
-    with threshold(case, n), tolerance:
+    held = gpytorch.settings.deterministic_probes(tight)  # pivots, without which differences are of several functions
+    with threshold(case, n), tolerance, held, gpytorch.settings.num_trace_samples(count):
         try:
             value = problem.dense().log_density()
             problem.truth()
@@ -835,15 +838,22 @@ def losses(case: Case) -> None:
         # float32 models factorize in float32 or solve to 1e-3: shares of the terms
         share = 1e-3 if problem.dtype == torch.float64 else 1e-2
         # up to the threshold GPyTorch factorizes, in the dtype of the model
-        unit = exact.EPS if few else torch.finfo(problem.dtype).eps / 2
+        unit = max(reference.entries, 0.0 if few else torch.finfo(problem.dtype).eps / 2)
         backward = 8 * unit * np.sqrt((reference.matrix**2).sum()) * float((reference.weights**2).sum()) / n
         logs = np.log(np.linalg.eigvalsh(reference.matrix.astype(float)).clip(1e-300))
-        # ten probes of a log determinant, whose error is that of the trace of log A at the worst
-        probes = 6 * math.sqrt(0.2 * float(((logs - logs.mean()) ** 2).sum())) / 2 / n if few else 0.0
+        # Probes see the spread of the eigenvalues of P^-1 A, without P those of A; a P of some directions, which takes
+        # the others for noise, leaves eigenvalues from 1 to the ratio of the largest to the noise, half at either end.
+        spread = 6 * math.sqrt(float(((logs - logs.mean()) ** 2).sum()))
+        worst = 4 * math.sqrt(n) / 2 * float(logs.max() - np.log(problem.noises().min()))
+        probes = math.sqrt(2 / count) * max(spread, worst) / 2 / n if few else 0.0
         allowed = 0.01 + share * (1 + abs(value) + quadratic) + probes
         case.close("mll", found.detach().double().item(), value, allowed, backward)
         if problem.dtype == torch.float32 or model.net is not None or case.warned or (few and not tight):
             return
+        if problem.layout == "far" and WAVES & set(case.told["kernels"]):  # a step is many periods there
+            return
+        # solves to 1e-8 leave as much of a value open
+        solved = 1e-8 * np.sqrt((reference.residual**2).sum() * (reference.weights**2).sum()) / 2 / n if few else 0.0
         if case.ask("backward", lambda: (found.backward(), 1)[1], problem.hard) is None:
             return
         for name, parameter in model.named_parameters():
@@ -856,7 +866,7 @@ def losses(case: Case) -> None:
                 for sign in (1, -1):
                     flat[slot] = old + sign * step
                     if few:  # the estimate is one function, whose derivative the gradient is
-                        with torch.no_grad(), warnings.catch_warnings():
+                        with warnings.catch_warnings():
                             warnings.simplefilter("ignore")
                             ends.append(
                                 (flat[slot].item(), mll(model(*model.train_inputs), model.train_targets).item())
@@ -870,7 +880,8 @@ def losses(case: Case) -> None:
             slope = (ends[0][1] - ends[1][1]) / (ends[0][0] - ends[1][0])
             gradient = 0.0 if parameter.grad is None else parameter.grad.view(-1)[slot].item()
             doubt = 1e-11 if few else 1e-13  # of the loss
-            rounding = 1e3 * backward + doubt * (abs(value) + quadratic) / step
+            rounding = max(1e3, 1 / step if few else 0.0) * backward
+            rounding = rounding + (float(solved) + doubt * (abs(value) + quadratic)) / step
             case.close(f"gradient of {name}", gradient, slope, 0.05 + 0.15 * abs(slope), rounding)
 
 
@@ -1182,6 +1193,10 @@ def full(case: Case) -> None:
     # hyperparameters of a float32 kernel are known to float32
     kernel = copy.deepcopy(model.covar_module).double()
     moved = exact.covariance(kernel, rows(x), rows(x)) - reference.prior
+    # far rows lose digits of their distances where the centre of the others is taken away, as much as by being stored
+    signs = np.random.default_rng(0).choice([-1, 1], x.shape)
+    shaken = rows(x) + 2 * exact.EPS * signs * (rows(x) - np.median(rows(x), 0))
+    stored = np.abs(exact.covariance(model.covar_module, shaken, shaken) - reference.prior)
     problem.reference = problem.dense()
     hard = problem.hard
     case.note(condition=reference.condition)
@@ -1208,7 +1223,7 @@ def full(case: Case) -> None:
         * math.sqrt(n)
     )
     drift = 2 * np.sqrt(((moved @ value) ** 2).sum(0))
-    doubt = doubt + drift / np.where(length > 0, length, 1)
+    doubt = doubt + (drift + 2 * np.sqrt(((stored @ np.abs(value)) ** 2).sum(0))) / np.where(length > 0, length, 1)
     case.warned = []
     if report.residual_rows is None:
         case.close(
