@@ -470,10 +470,9 @@ class FullScale(Preconditioner):
         return RankByCost(Costs(matrix, neighbors=self.neighbors or _NEIGHBORS)) if self.rank is None else None
 
     def approximate(self, matrix: Access, noise: Tensor) -> LowRank:
-        return rpcholesky(
-            matrix, self.rank_for(matrix.n, matrix.device), generator=generator(self.seed, "RPCholesky preconditioner"),
-            weights=1 / noise, enough=self.stopping_rule(matrix),
-        )  # fmt: skip
+        rank, rule = self.rank_for(matrix.n, matrix.device), self.stopping_rule(matrix)
+        random = generator(self.seed, "RPCholesky preconditioner")
+        return rpcholesky(matrix, rank, generator=random, weights=1 / noise, enough=rule)
 
     def select(self, matrix: Access, noise: Tensor) -> Selection:
         """Choose pivots, order and neighbours.
