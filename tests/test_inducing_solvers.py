@@ -278,6 +278,20 @@ def test_error_in_the_norm_of_the_problem(name, noise):
     assert float((stacked @ (found - expected)).norm() / (stacked @ expected).norm()) < 1e-6
 
 
+@pytest.mark.parametrize("solver", [KRILL(), Falkon()], ids=lambda solver: type(solver).__name__)
+@pytest.mark.parametrize("noise", [1e-3, 1e-7])
+def test_a_small_residual_is_not_the_end(solver, noise):
+    """Targets far from 0, and rows that crowd in one corner: the residual is of the largest eigenvalues alone."""
+    problem = _problem(noise=noise, columns=1, kernel="matern32")
+    crowded = dataclasses.replace(problem, x=problem.x**4, y=problem.y + 100)
+    solution = solver.solve(crowded)
+    first = int((solution.report.history <= solver.tol).nonzero()[0, 0])
+    assert solution.report.converged and solution.report.iterations > first
+    kzz, tall, *_ = _dense(crowded)
+    error = solution.value - QR().solve(crowded).value
+    assert float((error.mT @ (kzz + tall.mT @ tall) @ error).sqrt()) < 0.1  # posterior deviations
+
+
 @every_solver
 def test_degenerate_points(name):
     """Duplicated inducing points, and duplicated rows; the prediction is that of the distinct ones."""

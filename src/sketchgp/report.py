@@ -220,6 +220,8 @@ class SolveReport(Shown):
         found = f"largest true relative residual {self.max_residual:.1e}"
         if self.tol < float("inf"):
             found += f", tolerance {self.tol:.0e}"
+        if self.max_residual <= self.tol < float("inf") and self.max_deviations < float("inf"):
+            found += f"; predictions may be up to {self.max_deviations:.1e} posterior deviations off"
         if self.judged == "predictions":
             far = f"{self.max_deviations:.1e} posterior deviations" if self.max_deviations < float("inf") else "unknown"
             found = f"largest error of predictions {far} (estimated), tolerance {self.tol:.0e}"

@@ -31,7 +31,7 @@ _LEAST = 6  # iterations before an estimate is made
 _MOST = 100  # terms like the last one that may be to come
 _FLOOR = 0.01  # of the noise: a latent variance below it is right to a share of that
 _LATENT = 0.02  # of an observation's variance left out: a latent one below it is right to a share of that
-_MOVED = 0.1  # posterior deviations by rounding that no solve may call converged
+MOVED = 0.1  # posterior deviations by rounding that no solve may call converged
 CERTAIN = 0.25  # of a bound that is certain, as what is said of estimates leaves them room to be low
 _SHARE = 1e-3  # of the predictions, in deviations of the prior, if that is more
 _RECENT = 0.25  # of the iterations: an estimate is the largest of these
@@ -228,7 +228,7 @@ def moved_by_rounding(
     shift = torch.finfo(value.dtype).eps * kzz.trace()
     moved = inverse_t(value * (level * shift)).norm(dim=0) / level**0.5
     sizes = (kzz @ value).abs().amax(dim=0) / kzz.diagonal().amax().sqrt()
-    return moved, moved > (_SHARE * sizes).clamp(min=_MOVED)
+    return moved, moved > (_SHARE * sizes).clamp(min=MOVED)
 
 
 def remaining_change(changes: list[Tensor]) -> Tensor | None:

@@ -26,7 +26,9 @@ _VECTORS = 10  # float64 blocks (m, t) of a solve
 class NormalEquationsSolver(InducingPointSolver):
     """Preconditioned conjugate gradients on ``(Kzx Kxz + noise Kzz) W = Kzx y``, all columns at once.
 
-    :param tol: relative residual ``||(Kzx Kxz + noise Kzz) w - Kzx y|| / ||Kzx y||`` that every column must reach.
+    :param tol: relative residual ``||(Kzx Kxz + noise Kzz) w - Kzx y|| / ||Kzx y||`` that every column must reach.  It
+        goes on from there until no prediction is more than a tenth of a posterior deviation off, by the residual in the
+        preconditioner's norm over the least Ritz value: with little noise a small residual does not say so.
     :param max_iterations: the most iterations.
 
     Everything is float64, kernel entries of float32 data too: with float32 ones the residual has to be corrected, which

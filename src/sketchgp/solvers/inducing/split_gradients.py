@@ -20,7 +20,7 @@ from ...preconditioners.krill import TriangularFactors, root_of
 from ...preconditioners.row_nystrom import ROUNDINGS, NystromRoot
 from ...report import Reason
 from ...space import Space
-from ..energy import RemainingEnergy, moved_by_rounding
+from ..energy import MOVED, RemainingEnergy, moved_by_rounding
 from ..loop import Cycles, Outcome, require_finite
 from ..recurrence import descend, least_ritz_value, turn
 
@@ -36,7 +36,8 @@ class SplitGradients(Cycles):
 
     :param matrix: M.
     :param b: ``(m, t)`` float64.
-    :param tol: of the residual; or, with ``predictions``, of :attr:`deviations`.
+    :param tol: of the residual, and no prediction may be more than ``MOVED`` deviations off; or, with ``predictions``,
+        of :attr:`deviations`.
 
     :ivar deep: whether the preconditioner has the least damping (:meth:`NystromRoot.deepest`).
     :ivar deviations: ``(t,)`` estimated distance of any prediction from the solution's, in posterior deviations
@@ -63,7 +64,7 @@ class SplitGradients(Cycles):
         super().__init__(b, Space(len(b)), True)
         self.name, self.size, self.data_rows = name, len(b), matrix.tall.shape[0]
         self.matrix_entries = float(self.size * self.data_rows)
-        self.predictions, self.tol = predictions, tol
+        self.predictions, self.tol, self.right = predictions, tol, tol if predictions else MOVED
         self.factors = TriangularFactors([]) if factors is None else factors
         self.deepest = factors.deepest() if predictions and isinstance(factors, NystromRoot) else None
         self.deep = False
@@ -111,18 +112,18 @@ class SplitGradients(Cycles):
         return (ROUNDINGS * torch.finfo(torch.float64).eps * self.b.norm(dim=0)).square() / self.root.damping
 
     def reached(self) -> Reason | None:
-        return Reason.REACHED if bool((self._judged(self.true) <= self.tol).all()) else None
+        return Reason.REACHED if bool(self._met(self.true).all()) else None
 
     def stuck(self) -> str | None:
         hardly = self.energy > 0.25 * self.before if self.predictions else self.true > 0.5 * self.start
-        if bool(hardly[self._judged(self.true) > self.tol].any()):
+        if bool(hardly[~self._met(self.true)].any()):
             return "entries stopped reducing the residual"
         return None
 
     def finish(self, reason: Reason, quick: bool) -> Outcome:
         if self.cycling or not self.verified:
             self.close_cycle()
-        converged = bool((self._judged(self.residual) <= self.tol).all())
+        converged = bool(self._met(self.true).all())
         if converged and reason in (Reason.ITERATIONS, Reason.TIME):
             reason = Reason.REACHED
         sketched = self.factors.sketched if isinstance(self.factors, TriangularFactors) else None
@@ -142,9 +143,10 @@ class SplitGradients(Cycles):
     def iterate(self) -> Tensor:
         return self.value + self.root.inverse(self.u) if self.cycling else self.value
 
-    def _judged(self, residual: Tensor) -> Tensor:
-        """Return the quantity that the tolerance is for."""
-        return self.deviations if self.predictions else residual
+    def _met(self, residual: Tensor) -> Tensor:
+        """Return which columns are done: where tol is of the residual, predictions must not be far off either."""
+        right = self.deviations <= self.right
+        return right if self.predictions else right & (residual <= self.tol)
 
     def _settle(self) -> None:
         """Set the deviations of columns without any residual to zero."""
@@ -153,19 +155,21 @@ class SplitGradients(Cycles):
     def _verify(self) -> Tensor:
         """Return the true residual of the present value, which is kept column by column where it is the best.
 
-        The best has the least residual, or with ``predictions`` the least norm of the error, which falls where the
-        residual need not.  Where rounding has made the true residual larger than the recurrence says, so that the
-        estimate of the error is that of another iterate, it is withdrawn.
+        The best has the least residual, or is the one that ends the solve; with ``predictions`` it has the least
+        norm of the error, which falls where the residual need not.  Where rounding has then made the true residual
+        larger than the recurrence says, so that the estimate of the error is that of another iterate, it is withdrawn.
+        (A factor of Kzz multiplies rounding along the null space of Kzz, which predicts nothing.)
         """
         self.r = self.b - self._product(self.value)
         current = self.r.norm(dim=0) / self.norm
         self.finite(current)
         energy, gained = self.root.inverse_t(self.r).square().sum(dim=0), (self.value * (self.b + self.r)).sum(dim=0)
-        seen = torch.maximum(self._seen(energy), self._beyond(self.r))
-        lost = (energy > _LOST * self.energy) & (seen > _NEGLIGIBLE * (self.tol if self.predictions else 1))
-        better = gained >= self.gained if self.predictions else current < self.residual
-        self.deviations = torch.where(lost | (~better & self.predictions), torch.inf, self.deviations)
-        self.deviations = torch.maximum(self.deviations, seen)
+        better = (current < self.residual) | self._met(current)
+        if self.predictions:
+            better = gained >= self.gained
+            seen = torch.maximum(self._seen(energy), self._beyond(self.r))
+            lost = (energy > _LOST * self.energy) & (seen > _NEGLIGIBLE * self.tol)
+            self.deviations = torch.where(lost | ~better, torch.inf, self.deviations).maximum(seen)
         self.energy = energy
         self.gained = torch.where(better, gained, self.gained)
         self.best = torch.where(better, self.value, self.best)
@@ -193,11 +197,11 @@ class SplitGradients(Cycles):
             self.energy = self.root.inverse_t(self.r).square().sum(dim=0)
             self.notes.append("the rest was below the roundoff of the matrix; went on with less damping")
         self.cycling, self.start, self.before = True, self.r.norm(dim=0) / self.norm, self.energy
-        self.target = torch.full_like(self.start, 0.0 if self.predictions else 0.95 * self.tol)
+        self.target = torch.full_like(self.start, torch.inf if self.predictions else 0.95 * self.tol)
         self.s = self.root.inverse_t(self.r).clone()
         self.d, self.u = self.s.clone(), torch.zeros_like(self.s)
         self.recurrence = self.s.square().sum(dim=0)
-        self.active = (self._judged(self.start) > self.tol) & (self.start > self.target)
+        self.active = ~self._met(self.start) & (self.start > 0)
         self.coefficients = []
 
     def close_cycle(self) -> None:
@@ -223,13 +227,15 @@ class SplitGradients(Cycles):
         self.recurrence = following
         self.current = self.root.multiply_t(self.s).norm(dim=0) / self.norm
         self.energy = torch.where(usable, following, self.energy)
+        ending = rounded if self.predictions else self.current <= self.target
         self._go_on(estimate, usable, rounded)
-        fine, any_rounded, going_on, self.current_on_cpu = fetched(
-            finite, (usable & rounded).any(), self.active.any(), self.current
+        fine, any_ending, going_on, self.current_on_cpu = fetched(
+            finite, (usable & ending).any(), self.active.any(), self.current
         )
         require_finite(fine)
-        if bool(any_rounded):  # no iteration can take more off
-            estimate = torch.where(rounded, (floor / (least_ritz_value(self.coefficients) * level)).sqrt(), estimate)
+        if bool(any_ending):
+            left = torch.maximum(following, floor) / (least_ritz_value(self.coefficients) * level)
+            estimate = torch.where(ending, left.sqrt(), estimate)
             self._go_on(estimate, usable, rounded)
             going_on = self.active.any()
         self.iterations += 1
@@ -245,8 +251,7 @@ class SplitGradients(Cycles):
         """
         self.deviations = torch.where(usable, estimate, self.deviations)
         self._settle()
-        open_ = self.deviations > self.tol if self.predictions else self.current > self.target
-        self.active = usable & ~rounded & open_
+        self.active = usable & ~rounded & ((self.deviations > self.right) | (self.current > self.target))
 
     def _ridge(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         """``Kzz p`` and ``p^T Kzz p`` of each column, the latter not negative."""
