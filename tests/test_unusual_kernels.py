@@ -7,7 +7,17 @@ import copy
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import GridKernel, Kernel, MaternKernel, PeriodicKernel, RBFKernel, ScaleKernel, keops
+from gpytorch.kernels import (
+    CosineKernel,
+    GridKernel,
+    Kernel,
+    MaternKernel,
+    PeriodicKernel,
+    PiecewisePolynomialKernel,
+    RBFKernel,
+    ScaleKernel,
+    keops,
+)
 from gpytorch.likelihoods import GaussianLikelihood
 from linear_operator import to_dense
 from linear_operator.operators import KroneckerProductLinearOperator
@@ -17,6 +27,7 @@ from gp_models import TORCH_WARNINGS, Plain, data, dense, gradient_error, iterat
 from problems import needs_keops, normal, points, relative
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.access import Access
+from sketchgp.operators.lazies import evaluated
 from sketchgp.settings import memory_budget
 
 pytestmark = TORCH_WARNINGS
@@ -240,3 +251,20 @@ def dense_mean(model, x):
         a = matrix + model.likelihood.noise.double() * torch.eye(len(x), dtype=torch.float64)
         constant = model.mean_module.constant.double()
         return constant + matrix @ torch.linalg.solve(a, model.train_targets.double() - constant)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("kernel", [PiecewisePolynomialKernel(q=0), CosineKernel()])
+def test_distances_of_kernels_that_are_called(kernel, graph):
+    """Rows that are copies are at distance 0 of each other, and inputs may lie far from the origin."""
+    kernel, x = kernel.double(), points(20, 1).repeat(2, 1)
+    x = (2**10 * x).round() / 2**10  # so that a shift rounds nothing
+    distance = (x - x.mT).abs() / getattr(kernel, "period_length", getattr(kernel, "lengthscale", None))
+    expected = torch.cos(torch.pi * distance) if isinstance(kernel, CosineKernel) else (1 - distance).clamp(min=0)
+    for rows in (slice(40), slice(30)):  # GPyTorch multiplies otherwise where both sets of rows are not the same
+        inputs = (1000 + x).requires_grad_(graph)
+        found = to_dense(evaluated(kernel(inputs, 1000 + x[rows])))
+        assert relative(found, expected[:, rows]) < 1e-12
+        if graph:
+            slope = torch.autograd.grad(found[0].sum(), inputs, create_graph=True)[0]
+            assert torch.isfinite(torch.autograd.grad(slope.sum(), inputs)[0]).all()

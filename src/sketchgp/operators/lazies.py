@@ -8,8 +8,9 @@ kernel's ``active_dims`` taken away meanwhile: of two threads one can leave eith
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial, reduce
 from operator import add, mul
 from typing import Any
 
@@ -38,6 +39,7 @@ from .centre import Centre
 KERNELS = threading.RLock()  # held while a kernel of the user's runs, or has other parameters than its own
 # functions of the differences of points, which GPyTorch computes from points that it has not centred
 _OF_DIFFERENCES = (plain.CosineKernel, plain.PiecewisePolynomialKernel, plain.SpectralMixtureKernel)
+_FEATURES = 8  # up to which differences take no longer than the other steps of a kernel
 
 
 def forward(kernel: Kernel, x1: Tensor, x2: Tensor, apart: bool = True, **options: Any) -> Any:
@@ -87,10 +89,36 @@ def _call(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Any:
     if type(kernel) in _OF_DIFFERENCES and x1.numel():
         origin = x1[..., :1, :].detach()
         x1, x2 = x1 - origin, x2 - origin
-    if not any(isinstance(part, Kernel) and part is not kernel for part in kernel.modules()):
+    parts = [part for part in kernel.modules() if isinstance(part, Kernel)]
+    with KERNELS, _exact_distances(parts), settings.lazily_evaluate_kernels(False) if parts[1:] else nullcontext():
         return kernel.forward(x1, x2, **options)
-    with KERNELS, settings.lazily_evaluate_kernels(False):
-        return kernel.forward(x1, x2, **options)
+
+
+@contextmanager
+def _exact_distances(kernels: Sequence[Kernel]) -> Iterator[None]:
+    """Let kernels that measure distances by GPyTorch's ``covar_dist`` measure them by :func:`_distances`."""
+    changed = [part for part in kernels if getattr(part.covar_dist, "__func__", None) is Kernel.covar_dist]
+    for part in changed:
+        part.__dict__["covar_dist"] = partial(_distances, part)
+    try:
+        yield
+    finally:
+        for part in changed:
+            del part.__dict__["covar_dist"]
+
+
+def _distances(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False,
+               square_dist: bool = False, **options: Any) -> Tensor:  # fmt: skip
+    """Distances of few features by their differences: GPyTorch's product loses what squares of the inputs round to."""
+    if last_dim_is_batch:
+        x1, x2 = x1.mT.unsqueeze(-1), x2.mT.unsqueeze(-1)
+    if diag or x1.shape[-1] > _FEATURES or x1.dtype.itemsize < 4:
+        return Kernel.covar_dist(kernel, x1, x2, diag=diag, square_dist=square_dist, **options)
+    square = torch.cdist(x1.detach(), x2.detach(), compute_mode="donot_use_mm_for_euclid_dist").square()
+    if torch.is_grad_enabled() and (x1.requires_grad or x2.requires_grad):  # GPyTorch's can be differentiated twice
+        product = Kernel.covar_dist(kernel, x1, x2, square_dist=True)
+        square = product + (square - product).detach()
+    return square if square_dist else square.clamp_min(1e-30).sqrt()
 
 
 def _call_apart(kernel: Kernel, x1: Tensor, x2: Tensor) -> Any:
