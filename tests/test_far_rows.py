@@ -13,6 +13,7 @@ from gpytorch.kernels import (
     Kernel,
     LinearKernel,
     MaternKernel,
+    PeriodicKernel,
     PiecewisePolynomialKernel,
     RBFKernel,
     RBFKernelGrad,
@@ -279,6 +280,15 @@ def test_few_points_in_float64(name, where):
             found, rows = model(torch.cat([far, x]), torch.cat([zeros, y]))(test), slice(None)
     assert torch.allclose(found.mean[rows], mean, atol=1e-7)
     assert torch.allclose(found.variance[rows], variance, atol=1e-7)
+
+
+def test_exact_variances_beside_far_test_rows():
+    """Phases count from the training points, and not from test points most of which are far."""
+    x, z = points(60, 2), torch.cat([1e9 + points(5, 2, seed=2), points(2, 2, seed=1)])
+    model = Plain(x, x[:, 0].sin(), GaussianLikelihood(), ScaleKernel(PeriodicKernel()), ZeroMean()).double()
+    sketchgp.accelerate(model)
+    alone, beside = (sketchgp.predict(model, rows, variance="exact", progress=False) for rows in (z[5:], z))
+    assert torch.allclose(beside.variance[5:], alone.variance, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

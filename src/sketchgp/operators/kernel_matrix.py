@@ -190,13 +190,13 @@ class KernelMatrix(LinearOperator):
         return KernelMatrix.on(some).to_dense()
 
     def entries(self, a: Tensor, b: Tensor | None) -> Tensor:
-        """Return ``k(a, b)`` in float64, or the diagonal ``k(a_i, a_i)`` where b is None.
+        """Return ``k(a, b)`` in float64, counted from the own centre, or the diagonal ``k(a_i, a_i)`` where b is None.
 
         :param a: ``(..., p, d)`` and :param b: ``(..., q, d)``, as the kernel sees them.
         """
         if b is None:
             return self.at(a, a, True).type(torch.float64).diagonal(dim1=-1, dim2=-2)
-        return self.at(a, b).type(torch.float64).to_dense()
+        return self.at(a, b, centre=self.pairs.centre).type(torch.float64).to_dense()
 
     def rows(self, rows: Tensor, columns: Tensor | None = None) -> KernelMatrix:
         """``k(x1[rows], x2)``, or ``k(x1[rows], x2[columns])``, for indices (r,), as an operator."""
