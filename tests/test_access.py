@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpytorch.kernels import RBFKernel, ScaleKernel
+from gpytorch.kernels import PeriodicKernel, RBFKernel, ScaleKernel
 from linear_operator.operators import (
     ConstantMulLinearOperator,
     DenseLinearOperator,
@@ -19,7 +19,7 @@ from linear_operator.operators import (
 from cases import each
 from problems import dense, normal, points, relative, set_scales
 from sketchgp.operators import KernelMatrix
-from sketchgp.operators.access import Access, AccurateProduct
+from sketchgp.operators.access import Access, AccurateProduct, entry_rounding
 from sketchgp.operators.engines import DENSE
 
 N = 30
@@ -153,3 +153,15 @@ def test_columns_carry_gradients_to_the_hyperparameters():
     for found, expected in zip(kernel.parameters(), twin.parameters(), strict=True):
         assert found.grad.dtype == torch.float32
         assert relative(found.grad, expected.grad) < 1e-5
+
+
+def test_rounding_of_many_turns():
+    """Digits of a phase are lost to the turns before it, however near the inputs are to nought."""
+    kernel = PeriodicKernel().double()
+    kernel.period_length, kernel.lengthscale = 2.0**-10, 0.1
+    x, z = points(30, 1), points(7, 1, seed=1)
+    exact = KernelMatrix.of(kernel, *(1024 * side % 1 / 1024 for side in (x, z))).to_dense()  # in binary, no digit less
+    left, right = entry_rounding(KernelMatrix.of(kernel, x, z))
+    off = (KernelMatrix.of(kernel, x, z).to_dense() - exact).abs()
+    assert bool((off <= left.unsqueeze(1) + right).all())
+    assert float(right.max()) < 1e-9

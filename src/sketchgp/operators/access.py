@@ -7,6 +7,7 @@ from operator import mul
 from typing import Any, NamedTuple
 
 import torch
+from gpytorch.kernels import PeriodicKernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import settings, to_dense, to_linear_operator
 from linear_operator.operators import (
@@ -434,7 +435,7 @@ def _gathered(matrix: Tensor, indices: Tensor, vectors: Tensor) -> Tensor:
 _EPS = torch.finfo(torch.float64).eps
 _PLAIN = 8.0  # roundoffs of a profile, its scale and the distance of two points near the centre, by each of them
 _SPREAD = 4.0  # roundoffs of a distance, over the squared distance from the centre
-_PHASE = 32.0  # roundoffs of an angle, over the input that it is made of
+_PHASE = 32.0  # roundoffs of a point on a circle of radius one, over the turns that it is made of
 _KINK = 5e-13  # of a profile with a kink at 0, whose distances near it are made from the differences
 
 
@@ -478,7 +479,11 @@ def _of_kernel(matrix: KernelMatrix) -> tuple[Tensor, Tensor]:
             squares = squares.reshape(*batch, -1) if squares.dim() > 1 and len(batch) > 1 else squares
             error = _PLAIN + _SPREAD * (1 + rows.shape[-1] ** 0.5 / 4) * squares
             if features.weight is None:
-                error = error + _PHASE * (1 + x.abs().amax(dim=-1))
+                z = x - matrix.pairs.centre.value()
+                circles = [leaf for leaf in atom.leaves if type(leaf.kernel) is PeriodicKernel]
+                periods = [matrix.expression.own(f.kernel.period_length, 2) for f in circles]
+                turns = [z[..., f.dims or slice(None)] / p for f, p in zip(circles, periods, strict=True)]
+                error = error + _PHASE * (1 + torch.cat(turns, -1).abs().amax(-1)) * (1 + squares).sqrt()
             if atom.profile is MATERN[0.5] or atom.profile.l1:
                 error = error + _KINK / _EPS
             roundoffs = roundoffs + error

@@ -241,7 +241,8 @@ class Conditioned:
 
         See :func:`entry_rounding`; x is as the kernel sees it.
         """
-        return entry_rounding(self.training.matrix.at(self.training.matrix.x1, x))
+        matrix = self.training.matrix
+        return entry_rounding(matrix.at(matrix.x1, x, centre=matrix.pairs.centre))
 
 
 def _noisy(model: Any, observed: Tensor | None) -> Any:
