@@ -53,6 +53,10 @@ def test_rows_and_targets_that_part_later_are_refused(settings: Any) -> None:
         for call in (*calls, lambda: sketchgp.leave_one_out(model), lambda: sketchgp.sample_posterior(model, 2)):
             with pytest.raises(sketchgp.InputError, match="targets have shape"):
                 call()
+        model.set_train_data(x[:9] * torch.nan, y[:9], strict=False)
+        for call in calls:
+            with pytest.raises(sketchgp.InputError, match="hold NaN"):
+                call()
         model.set_train_data(x[:9], y[:9], strict=False)
         sketchgp.predict(model, *test)
 

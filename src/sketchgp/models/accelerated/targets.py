@@ -27,7 +27,7 @@ from .added_diag import AcceleratedAddedDiagLinearOperator, summands
 
 
 def check_targets(model: Any, built: bool) -> None:
-    """Refuse targets that are not ``(..., n)``, or ``(..., n, t)`` of a model of t outputs.
+    """Refuse targets that are not ``(..., n)``, or ``(..., n, t)`` of a model of t outputs, and inputs with NaN.
 
     The likelihood tells which of the two is right, and where it does not, the model's prior at the training inputs.
 
@@ -36,6 +36,9 @@ def check_targets(model: Any, built: bool) -> None:
     """
     if model.train_targets is None or not model.train_inputs:
         return
+    for number, x in enumerate(model.train_inputs):
+        if x.is_floating_point() and not bool(torch.isfinite(x).all()):
+            raise InputError(f"The model's training inputs (number {number}) hold NaN or infinity.")
     targets, inputs = model.train_targets, model.train_inputs[0]
     n, batch, shape = inputs.shape[-2], inputs.shape[:-2], targets.shape
     if shape[-1:] == (n,) and _broadcast(shape[:-1], batch):
