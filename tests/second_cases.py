@@ -417,6 +417,8 @@ class Problem:
             entries = entries * (1 + 6 * float(np.abs(x - np.median(x, 0)).max()) / self.size)
         if {"arccosine", "piecewise"} & set(kinds):
             entries = max(entries, 1e-8)
+        if "'gpytorch'" in self.case.told.get("options", ""):  # entries are GPyTorch's, in the dtype of the model
+            entries = max(entries, 4 * torch.finfo(self.dtype).eps)
         return Dense(model.covar_module, mean, x, number(model.train_targets), self.noises(model), entries, self.see)
 
     def truth(self, points: torch.Tensor | None = None) -> Truth:
@@ -477,6 +479,7 @@ def threshold(case: Case, n: int) -> Any:
 
 def options(case: Case) -> dict[str, Any]:
     """Return arguments for ``accelerate``; most cases take the defaults."""
+    case.told.pop("options", None)
     if case.chance(0.6):
         return {}
     found = {
@@ -608,13 +611,13 @@ def answers(case: Case) -> None:
     problem = Problem(case, most=case.pick(30, 60, 120))
     model = problem.model
     with threshold(case, len(model.train_targets)):
+        arguments = options(case)
         try:
             truth = problem.truth()
         except np.linalg.LinAlgError:
             case.outcomes["no truth"] += 1
             return
         case.note(condition=problem.reference.condition)
-        arguments = options(case)
         if case.ask("accelerate", lambda: sketchgp.accelerate(model, **arguments)) is None:
             return
         model.eval()
@@ -910,7 +913,7 @@ def left_out(case: Case) -> None:
             return
         eps = torch.finfo(problem.dtype).eps
         reference = problem.reference
-        grow = exact.EPS * reference.condition * 16
+        grow = reference.entries * reference.condition * 16
         sd = np.sqrt(variance)
         doubt = 0 if found.exact else 6 * number(found.variance_standard_error)
         wide = 0 if found.exact else 6 * number(found.residual_standard_error)
@@ -1647,7 +1650,7 @@ def several(case: Case) -> None:
         means.append(centre + cross.T @ solved)
         variances.append(np.diagonal(own) - (half**2).sum(0))
         deviations.append(np.sqrt(variances[-1] + np.median(noise)))
-        if kind == "kronecker":  # GPyTorch's, in the dtype of the model
+        if kind in ("kronecker", "hadamard"):  # GPyTorch multiplies what it has evaluated in the dtype of the model
             grow = grow * (torch.finfo(dtype).eps / 2 / exact.EPS)
         roundings.append(grow * np.sqrt((back**2).sum(0)) * np.sqrt((solved**2).sum()))
         spreads.append(grow * (back**2).sum(0) + 8 * exact.EPS * np.diagonal(own))
