@@ -14,7 +14,7 @@ from gpytorch.likelihoods import GaussianLikelihood, MultitaskGaussianLikelihood
 from torch import Tensor
 
 import sketchgp
-from gp_models import TORCH_WARNINGS, Combined, Multitask, dense, scaled
+from gp_models import TORCH_WARNINGS, Combined, Multitask, Plain, dense, scaled
 
 pytestmark = TORCH_WARNINGS
 N, M = 120, 5
@@ -141,3 +141,30 @@ def test_what_is_not_reached_is_said() -> None:
     ):
         sketchgp.predict(model, z, variance="exact")
     assert len(caught) == 2  # of the mean and of the variances
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "noise", "options"),
+    [
+        (kernels.ScaleKernel(kernels.RBFKernel()), torch.float64, 1e-10, {"preconditioner": None}),
+        (
+            kernels.CosineKernel(active_dims=[0]) * kernels.MaternKernel(1.5) + kernels.PolynomialKernel(2),
+            *(torch.float32, 1e-6, {}),
+        ),
+    ],
+)
+def test_exact_where_the_noise_is_tiny(kernel: Any, dtype: Any, noise: float, options: dict[str, Any]) -> None:
+    """The squared residual over the noise is what a variance is off by, however small the residual is."""
+    generator = torch.Generator().manual_seed(1)
+    x, z = (torch.rand(rows, 1 if options else 2, generator=generator, dtype=torch.float64) for rows in (60, 3))
+    x, z = x.to(dtype), torch.cat([x[:3], z]).to(dtype)
+    likelihood = GaussianLikelihood(noise_constraint=gpytorch.constraints.Positive())
+    model = Plain(x, x[:, 0].sin(), likelihood, kernel).to(dtype)
+    likelihood.noise = noise
+    with gpytorch.settings.max_cholesky_size(5), torch.no_grad():
+        found = sketchgp.accelerate(model, **options).eval()(z).variance
+        x, z, kernel = x.double(), z.double(), kernel.double()
+        matrix, cross = kernel(x).to_dense(), kernel(x, z).to_dense()
+        root = torch.linalg.cholesky(matrix + noise * torch.eye(60, dtype=torch.float64))
+        expected = kernel(z, diag=True) - torch.linalg.solve_triangular(root, cross, upper=False).square().sum(dim=0)
+    assert float((found - expected).abs().max()) < 0.01 * noise

@@ -57,6 +57,10 @@ class Certificate:
         self.noise = space.own(noise)
         rounding = entry_rounding(system.operator) if bool((noise > 0).all()) else None
         self.known, self.factor = rounding is not None, None
+        exact = isinstance(system.operator, KernelMatrix) or system.dtype == torch.float64
+        if preconditioner is not None and below and exact:
+            shifted = (preconditioner.diagonal_part.unsqueeze(-1) > noise * (1 + 4 * _EPS)).any()
+            self.factor = None if bool(shifted) else preconditioner
         if rounding is None:
             return
         prior = diagonal(system.operator).to(torch.float64).clamp(min=0)
@@ -66,10 +70,6 @@ class Certificate:
         self.slack = 1 - _BELOW * _EPS * prior.sum(dim=-1, keepdim=True) / least
         self.known = bool((self.slack > 0.5).all())
         self.entries, self.sums = space.own(rounding[0].unsqueeze(-1)), summing(system.n)
-        exact = isinstance(system.operator, KernelMatrix) or system.dtype == torch.float64
-        if preconditioner is not None and below and exact:
-            shifted = (preconditioner.diagonal_part.unsqueeze(-1) > noise * (1 + 4 * _EPS)).any()
-            self.factor = None if bool(shifted) else preconditioner
 
     def bounds(self, b: Tensor, value: Tensor, r: Tensor) -> Tensor:
         """``(3, ..., t)``: at least ``||value - A^-1 b||_A``, column by column; and below and above ``b^T A^-1 b``.

@@ -34,7 +34,7 @@ from ..system import System
 from .cholesky import factor_bytes, factorized
 from .prediction_tolerance import SAFETY, FollowedPoints, PredictionTolerance, RowErrors
 
-EXACT = 1e-10  # relative residual beyond which float64 has nothing more to say about a variance
+EXACT = 1e-13  # relative residual beyond which float64 has nothing more to say about a variance
 _ROWS = 64  # that drift is measured in: the estimate's standard deviation is a tenth
 _LOOK_EVERY = 8  # float32 iterations between two looks at rows of the true residual
 _LEFT_ALONE = 100  # the same where Lanczos coefficients are wanted, which a new cycle would end
