@@ -86,7 +86,8 @@ def _added(parts: Sequence[Any]) -> Any:
 
 
 def _call(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Any:
-    if type(kernel) in _OF_DIFFERENCES and x1.numel():
+    # in float32 differences from an origin are rounded, other ones for each set of points
+    if type(kernel) in _OF_DIFFERENCES and x1.numel() and x1.dtype == torch.float64:
         origin = x1[..., :1, :].detach()
         x1, x2 = x1 - origin, x2 - origin
     parts = [part for part in kernel.modules() if isinstance(part, Kernel)]
