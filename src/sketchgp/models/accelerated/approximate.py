@@ -192,8 +192,6 @@ class Approximate:
             self._checked_at, self._exact = at, (prior - self._quadratic_forms(c, self._explaining(prior))).clamp(min=0)
         exact = self._exact
         error = self.error(method, variance[some])
-        if not bool(error.any()):  # nothing is approximated for so few points
-            return some, exact
         logs = ((variance[some] + floor) / (exact + floor)).log()
         typical, worst, usual = float(logs.median().abs()), float(logs.abs().max()), float(error.median())
         if typical > _TYPICAL + 3 * usual / math.sqrt(len(some)) or bool((logs.abs() > _WORST + 4 * error).any()):
