@@ -424,7 +424,9 @@ class Problem:
     def truth(self, points: torch.Tensor | None = None) -> Truth:
         self.reference = self.dense()
         where = rows(self.points if points is None else points)
-        found = self.reference.at(where, self.new_noise())
+        waves = self.model.net is None and WAVES & set(self.case.told.get("kernels", ()))
+        turns = np.abs(where - np.median(self.reference.x, 0)).max(1) / self.size
+        found = self.reference.at(where, self.new_noise(), 6 * exact.EPS * turns if waves else 0.0)
         if self.dtype == torch.float32:
             # a hyperparameter is what its constraint makes of a raw one, in float32 or in float64
             parts = torch.nn.ModuleList([self.model.covar_module, self.model.mean_module, self.model.likelihood])
@@ -454,13 +456,17 @@ class Problem:
 
     @property
     def hard(self) -> bool:
-        return self.reference.condition > HARD * exact.EPS / min(self.reference.entries, 1e-2)
+        # float32 models are solved by conjugate gradients or a factorization in float64, but by ASkotch as they are
+        blocks = "ASkotch" in self.case.told.get("options", "") and self.dtype == torch.float32
+        limit = 1 / torch.finfo(torch.float32).eps if blocks else HARD
+        return self.reference.condition > min(limit, HARD * exact.EPS / min(self.reference.entries, 1e-2))
 
     def mean_allowed(self, truth: Truth) -> np.ndarray:
         own = np.median(self.noises()) if truth.noise is None else truth.noise
         eps = torch.finfo(self.dtype).eps
-        share = 1.0 if "ASkotch" in self.case.told.get("options", "") else 0.05  # it goes to a residual
-        return share * np.sqrt(np.maximum(truth.variance, 0) + own) + 4 * eps * np.abs(truth.mean)
+        residual = 1e-3 if "ASkotch" in self.case.told.get("options", "") else 0.0  # what it goes to by default
+        deviation = np.sqrt(np.maximum(truth.variance, 0) + own)
+        return 0.05 * deviation + residual * truth.mean_by_residual + 4 * eps * np.abs(truth.mean)
 
     def variance_allowed(self, truth: Truth, noisy: bool = False) -> np.ndarray:
         """A hundredth of the variance, twice, and what float32 can show."""

@@ -186,6 +186,7 @@ class Truth:
     noise: np.ndarray | None
     mean_rounding: np.ndarray
     variance_rounding: np.ndarray
+    mean_by_residual: Any = 0.0  # how far a relative residual of one moves the mean
     mean_drift: Any = 0.0  # what hyperparameters that are known to float32 leave open
     variance_drift: Any = 0.0
 
@@ -214,7 +215,8 @@ class Dense:
         eigenvalues = np.linalg.eigvalsh(self.matrix.astype(float))
         return float(eigenvalues[-1] / max(eigenvalues[0], float(self.noise.min())))
 
-    def at(self, points: np.ndarray, noise=None) -> Truth:
+    def at(self, points: np.ndarray, noise=None, phases: Any = 0.0) -> Truth:
+        """Return the posterior at points; ``phases`` ``(m,)`` is the rounding of entries that are waves of a point."""
         cross = covariance(self.kernel, self.see(self.x), self.see(points))
         own = covariance(self.kernel, self.see(points), self.see(points))
         mean = mean_of(self.mean, points) + cross.T @ self.weights
@@ -226,7 +228,11 @@ class Dense:
         mean_rounding = grow * length * np.sqrt((self.weights**2).sum())
         mean_rounding = mean_rounding + 4 * self.entries * (np.abs(cross).T @ np.abs(self.weights))
         variance_rounding = 8 * self.entries * np.diagonal(own) + grow * length**2
-        return Truth(mean, own - half.T @ half, noise, mean_rounding, variance_rounding)
+        waves, sizes = 4 * phases * np.sqrt(np.diagonal(own)), np.sqrt(np.diagonal(self.prior))
+        mean_rounding = mean_rounding + waves * (sizes @ np.abs(self.weights))
+        variance_rounding = variance_rounding + 2 * waves * (sizes @ np.abs(solved))
+        by_residual = length * np.sqrt((self.residual**2).sum())
+        return Truth(mean, own - half.T @ half, noise, mean_rounding, variance_rounding, by_residual)
 
     def log_density(self) -> float:
         n = len(self.x)
