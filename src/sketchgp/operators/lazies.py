@@ -37,8 +37,6 @@ from ..settings import memory_budget
 from .centre import Centre
 
 KERNELS = threading.RLock()  # held while a kernel of the user's runs, or has other parameters than its own
-# functions of the differences of points, which GPyTorch computes from points that it has not centred
-_OF_DIFFERENCES = (plain.CosineKernel, plain.PiecewisePolynomialKernel, plain.SpectralMixtureKernel)
 _FEATURES = 8  # up to which differences take no longer than the other steps of a kernel
 
 
@@ -86,10 +84,6 @@ def _added(parts: Sequence[Any]) -> Any:
 
 
 def _call(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Any:
-    # in float32 differences from an origin are rounded, other ones for each set of points
-    if type(kernel) in _OF_DIFFERENCES and x1.numel() and x1.dtype == torch.float64:
-        origin = x1[..., :1, :].detach()
-        x1, x2 = x1 - origin, x2 - origin
     parts = [part for part in kernel.modules() if isinstance(part, Kernel)]
     with KERNELS, _exact_distances(parts), settings.lazily_evaluate_kernels(False) if parts[1:] else nullcontext():
         return kernel.forward(x1, x2, **options)
