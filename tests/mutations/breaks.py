@@ -190,8 +190,8 @@ BREAKS = (
         "boxes that overlap are taken to be apart",
     ),
     Break(
-        "return gram.addmm_(self.kzz, rhs, alpha=self.level)",
-        "return gram.addmm_(self.kzz, rhs)",
+        ".sub_(self.kzz_matmul(vectors), alpha=self.level)",
+        ".sub_(self.kzz_matmul(vectors))",
         NORMAL,
         "the noise is missing from the normal equations",
     ),

@@ -274,9 +274,9 @@ class NormalMatrix:
         return self.kzz.product(rhs)
 
     @torch.no_grad()
-    def product(self, rhs: Tensor) -> Tensor:
-        """``M v``, ``(m, t)`` float64."""
-        gram, _ = self.tall.gram(rhs)
-        if isinstance(self.kzz, Tensor):
-            return gram.addmm_(self.kzz, rhs, alpha=self.level)
-        return gram.add_(self.kzz_matmul(rhs), alpha=self.level)
+    def residual(self, targets: Tensor, vectors: Tensor) -> Tensor:
+        """``T^T y - M v``, ``(m, t)``, as ``T^T (y - T v) - level Kzz v``: rounded in the size of what is left of y."""
+        out = torch.zeros_like(vectors)
+        for span, tile in self.tall.own_tiles():
+            out.addmm_(tile.mT, targets[span] - tile @ vectors)
+        return self.tall.space.total(out).sub_(self.kzz_matmul(vectors), alpha=self.level)

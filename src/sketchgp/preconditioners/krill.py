@@ -124,10 +124,6 @@ class TriangularFactors:
             vectors = factor.mT @ vectors
         return vectors
 
-    def apply_inverse(self, vectors: Tensor) -> Tensor:
-        """``P^-1 v``, ``(m, t)`` float64."""
-        return self.inverse(self.inverse_t(vectors))
-
 
 def root_of(matrix: NormalMatrix) -> Tensor:
     """Return the root L of Kzz, ``(m, m)``, upper triangular, for ``L^T L = Kzz + eps tr(Kzz) I``."""

@@ -91,8 +91,7 @@ class NormalEquationsSolver(InducingPointSolver):
     def _method(self, problem: InducingPointProblem) -> SplitGradients:
         _, y = problem.tensors(f"{self.name}()")
         matrix = problem.normal_matrix(self._stored)
-        rhs = matrix.tall.t_matmul(y)
-        return SplitGradients(self.name, matrix, self.preconditioner(matrix, y), rhs, self.tol, self._predictions)
+        return SplitGradients(self.name, matrix, self.preconditioner(matrix, y), y, self.tol, self._predictions)
 
     def _words(self, problem: InducingPointProblem) -> tuple[str, str]:
         """Describe the preconditioner; and say what to try beside more iterations, to follow that advice."""

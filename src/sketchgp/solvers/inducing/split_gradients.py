@@ -24,6 +24,7 @@ from ..energy import MOVED, RemainingEnergy, moved_by_rounding
 from ..loop import Cycles, Outcome, require_finite
 from ..recurrence import descend, least_ritz_value, turn
 
+_HARDLY = 0.25  # of the squared residual in the preconditioner's norm that a cycle left
 _LOST = 4.0  # of the squared residual, in the preconditioner's norm, over that of the recurrence
 _NEGLIGIBLE = 0.1  # of the tolerance
 
@@ -35,7 +36,7 @@ class SplitGradients(Cycles):
     the tolerance is met, it is computed anew from w, and the solve goes on from there until it is.
 
     :param matrix: M.
-    :param b: ``(m, t)`` float64.
+    :param y: ``(n, t)`` float64, with the weights of T; ``b = T^T y``.
     :param tol: of the residual, and no prediction may be more than ``MOVED`` deviations off; or, with ``predictions``,
         of :attr:`deviations`.
 
@@ -57,10 +58,11 @@ class SplitGradients(Cycles):
         name: str,
         matrix: NormalMatrix,
         factors: TriangularFactors | NystromRoot | None,
-        b: Tensor,
+        y: Tensor,
         tol: float,
         predictions: bool = False,
     ) -> None:
+        b = matrix.tall.t_matmul(y)
         super().__init__(b, Space(len(b)), True)
         self.name, self.size, self.data_rows = name, len(b), matrix.tall.shape[0]
         self.matrix_entries = float(self.size * self.data_rows)
@@ -68,7 +70,7 @@ class SplitGradients(Cycles):
         self.factors = TriangularFactors([]) if factors is None else factors
         self.deepest = factors.deepest() if predictions and isinstance(factors, NystromRoot) else None
         self.deep = False
-        self.matrix, self.evaluated = matrix, matrix.tall.evaluated
+        self.matrix, self.y, self.evaluated = matrix, y, matrix.tall.evaluated
         self.products = 0
         self.remaining, self.coefficients = RemainingEnergy(), list[Tensor]()
         self.s = self.d = self.u = self.r = torch.zeros_like(b[:, :0])  # of a cycle, once there is one
@@ -89,9 +91,7 @@ class SplitGradients(Cycles):
 
     def begin(self, initial: Tensor | None) -> Tensor:
         self.value = torch.zeros_like(self.b) if initial is None else initial.to(self.b).clone()
-        self.r = self.b.clone()
-        if initial is not None:
-            self.r -= self._product(self.value)
+        self.r = self.b.clone() if initial is None else self._residual()
         self.best, self.residual = self.value.clone(), self.r.norm(dim=0) / self.norm
         self.true = self.current = self.residual
         self.energy = self.root.inverse_t(self.r).square().sum(dim=0)  # by the recurrence
@@ -115,7 +115,9 @@ class SplitGradients(Cycles):
         return Reason.REACHED if bool(self._met(self.true).all()) else None
 
     def stuck(self) -> str | None:
-        hardly = self.energy > 0.25 * self.before if self.predictions else self.true > 0.5 * self.start
+        hardly = self.energy > _HARDLY * self.before
+        if not self.predictions:
+            hardly = torch.where(self.true > self.tol, self.true > 0.5 * self.start, hardly)
         if bool(hardly[~self._met(self.true)].any()):
             return "entries stopped reducing the residual"
         return None
@@ -124,6 +126,8 @@ class SplitGradients(Cycles):
         if self.cycling or not self.verified:
             self.close_cycle()
         converged = bool(self._met(self.true).all())
+        if reason == Reason.STAGNATED and not self.predictions and bool((self.residual <= self.tol).all()):
+            reason = Reason.SINGULAR
         if converged and reason in (Reason.ITERATIONS, Reason.TIME):
             reason = Reason.REACHED
         sketched = self.factors.sketched if isinstance(self.factors, TriangularFactors) else None
@@ -158,16 +162,20 @@ class SplitGradients(Cycles):
         The best has the least residual, or is the one that ends the solve; with ``predictions`` it has the least
         norm of the error, which falls where the residual need not.  Where rounding has then made the true residual
         larger than the recurrence says, so that the estimate of the error is that of another iterate, it is withdrawn.
-        (A factor of Kzz multiplies rounding along the null space of Kzz, which predicts nothing.)
+        Without, a cycle that hardly helped leaves rounding: along the null space of Kzz, which predicts nothing, where
+        it is less than a deviation.
         """
-        self.r = self.b - self._product(self.value)
+        self.r = self._residual()
         current = self.r.norm(dim=0) / self.norm
         self.finite(current)
         energy, gained = self.root.inverse_t(self.r).square().sum(dim=0), (self.value * (self.b + self.r)).sum(dim=0)
-        better = (current < self.residual) | self._met(current)
-        if self.predictions:
+        seen = torch.maximum(self._seen(energy), self._beyond(self.r))
+        if not self.predictions:
+            rounded = (energy > _HARDLY * self.before) & (seen <= 1)
+            self.deviations = torch.where(rounded, self.deviations, self.deviations.maximum(seen))
+            better = (current < self.residual) | self._met(current)
+        else:
             better = gained >= self.gained
-            seen = torch.maximum(self._seen(energy), self._beyond(self.r))
             lost = (energy > _LOST * self.energy) & (seen > _NEGLIGIBLE * self.tol)
             self.deviations = torch.where(lost | ~better, torch.inf, self.deviations).maximum(seen)
         self.energy = energy
@@ -186,9 +194,10 @@ class SplitGradients(Cycles):
             return torch.zeros_like(self.norm)
         return self._seen(self.deepest.inverse_t(r).square().sum(dim=0))
 
-    def _product(self, vectors: Tensor) -> Tensor:
+    def _residual(self) -> Tensor:
+        """``b - M w`` of the present value, in an order that keeps directions far below the roundoff of M."""
         self.products += 1
-        return self.matrix.product(vectors)
+        return self.matrix.residual(self.y, self.value)
 
     def open(self) -> None:
         """Begin a cycle on ``B u = R^-T r`` from u = 0."""
