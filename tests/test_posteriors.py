@@ -547,6 +547,19 @@ def test_a_linear_kernel_of_rows_that_are_alike_in_float32():
         assert torch.allclose(model(test).mean.double(), mean, atol=1e-4)
 
 
+def test_means_of_sums_of_linear_kernels_in_float32():
+    """Entries that are rounded to float32 cost the mean 0.01 at this noise; products of features are not."""
+    model, test = make(noise=1e-6, dtype=torch.float32, kernel=LinearKernel() + LinearKernel())
+    x, z = model.train_inputs[0].double(), test.double()
+    with torch.no_grad():
+        v, noise, level = (part.double() for part in (
+            2 * model.covar_module.kernels[0].variance.squeeze(), model.likelihood.noise, model.mean_module(x[:1])
+        ))  # fmt: skip
+        weights = torch.linalg.solve(v * x @ x.mT + noise * torch.eye(len(x)), model.train_targets.double() - level)
+        found = sketchgp.predict(model, test, variance=None).mean
+    assert torch.allclose(found.double(), level + v * z @ (x.mT @ weights), rtol=0, atol=1e-5)
+
+
 def test_sums_of_low_rank_kernels():
     """GPyTorch adds them by Lanczos, which fails in one dimension."""
     model, test = make(noise=0.1, kernel=LinearKernel() + LinearKernel())

@@ -97,7 +97,7 @@ def float64(operator: Any, diagonal: bool = False) -> Tensor:
                 return known
             matrix = None if exact else KernelMatrix.from_lazy(part, "tiled")
             return float64(part.evaluate_kernel() if matrix is None else matrix, diagonal)
-        part = part.type(torch.float64) if isinstance(part, KernelMatrix) else part
+        part = part.type(torch.float64)  # products of features, too, are then rounded to float64
         return (part.diagonal(dim1=-1, dim2=-2) if diagonal else to_dense(part)).to(torch.float64)
 
     return fold(to_linear_operator(operator), leaf, DIAGONALS if diagonal else MATRICES)
