@@ -410,12 +410,12 @@ class Problem:
     def dense(self, model: Any = None) -> Dense:
         model = self.model if model is None else model
         mean, x = model.mean_module, rows(model.train_inputs[0])
-        # what is inexact before the kernel's formula: a network's outputs, phases of far waves, what is a root
+        # what is inexact before the kernel's formula: a network's outputs, phases of far waves, angles of few degrees
         entries = exact.EPS if model.net is None else 4 * torch.finfo(self.dtype).eps
         kinds = self.case.told.get("kernels", ())
         if model.net is None and WAVES & set(kinds):
             entries = entries * (1 + 6 * float(np.abs(x - np.median(x, 0)).max()) / self.size)
-        if {"arccosine", "piecewise"} & set(kinds):
+        if "arccosine" in kinds:
             entries = max(entries, 1e-8)
         if "'gpytorch'" in self.case.told.get("options", ""):  # entries are GPyTorch's, in the dtype of the model
             entries = max(entries, 4 * torch.finfo(self.dtype).eps)
