@@ -216,3 +216,20 @@ def test_the_gradient_is_that_of_the_estimate():
                 parameter.data += step
                 ends.append(loss().item())
             assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(parameter.grad.item(), rel=1e-4, abs=1e-6)
+
+
+@each(("lengthscale", "smooth", "d", "expected"), [(0.05, False, 2, "FullScale"), (1.0, True, 2, "RPCholesky"),
+                                                   (0.05, False, 4, "RPCholesky")])  # fmt: skip
+def test_what_is_taken_automatically(lengthscale, smooth, d, expected):
+    """Neighbours on maps whose kernel is rough, and pivots alone elsewhere; in a model and without one."""
+    kernel = set_scales(ScaleKernel(RBFKernel() if smooth else MaternKernel(nu=1.5)), 1.0, lengthscale)
+    x, y = points(5000, d, dtype=torch.float32), normal(5000, seed=1).float()
+    solver = ConjugateGradients(tol=1e-2)
+    assert solver.solve(FullProblem(kernel, x, y, 0.1)).report.preconditioner == expected
+    few = FullProblem(kernel, x[:1000], y[:1000], 0.1)
+    assert solver.solve(few).report.preconditioner == "RPCholesky"
+    model = Plain(x, y, GaussianLikelihood(), kernel)
+    model.likelihood.noise = 0.1
+    sketchgp.accelerate(model, solver=solver)
+    prediction = sketchgp.predict(model, x[:2], variance=None)
+    assert prediction.report.preconditioner == expected

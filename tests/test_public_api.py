@@ -27,6 +27,7 @@ NAMES = {
     "Falkon",
     "FitHistory",
     "FullProblem",
+    "FullScale",
     "GreedyCholesky",
     "InducingPointGP",
     "InducingPointProblem",

@@ -28,7 +28,7 @@ from .models.accelerated.mixins import (
 from .models.accelerated.posterior import clear_cache
 from .models.accelerated.targets import check_noise, check_targets
 from .operators.engines import ENGINES, check_choice, check_present
-from .preconditioners import Preconditioner, RPCholesky
+from .preconditioners import AutomaticPreconditioner, Preconditioner
 from .settings import VARIANCES, Variance
 from .solvers import FULL_SOLVERS, BlockSolver, FullProblem, Solver
 from .solvers.solver import check_solver
@@ -60,7 +60,8 @@ def accelerate(
 
     :param model: any ``gpytorch.models.ExactGP`` (BoTorch's ``SingleTaskGP`` is one).
     :param preconditioner: :class:`RPCholesky`, :class:`Nystrom`, :class:`GreedyCholesky`,
-        :class:`NystromEigenPro`, :class:`FullScale`, None for none, or ``"auto"``: ``RPCholesky()``.
+        :class:`NystromEigenPro`, :class:`FullScale`, None for none, or ``"auto"``: :class:`RPCholesky`, or from 5,000
+        rows in up to three dimensions :class:`FullScale` where the pivots leave much.
     :param solver: of the posterior mean: :class:`ConjugateGradients`, :class:`Cholesky`, :class:`ASkotch`,
         :class:`Skotch`, :class:`EigenPro2`, one of your own (:class:`sketchgp.solvers.Solver`), or ``"auto"``:
         conjugate gradients while a good preconditioner fits in memory, ASkotch beyond (the report of the solve says
@@ -108,7 +109,7 @@ def _install(model: Model, *choices: Any, built: bool = True) -> Model:
     owner, likelihood = "accelerate" if built else type(model).__name__, model.likelihood
     check_likelihood(owner, likelihood)
     if isinstance(preconditioner, str) and preconditioner == "auto":
-        preconditioner = RPCholesky()
+        preconditioner = AutomaticPreconditioner()
     if preconditioner is not None and not isinstance(preconditioner, Preconditioner):
         raise InputError(
             f"{owner}: preconditioner expects a choice such as RPCholesky(), None or 'auto', got "

@@ -152,7 +152,7 @@ def _normals(operator: Any, built: LowRankPlusDiagonal | None) -> _Normals:
     full = normal(operator.shape[-1])
     if built is None:
         return _Normals(full[..., :0, :], full, None)
-    below = acceleration.cache.choice.below
+    below = acceleration.cache.chosen.below
     return _Normals(normal(built.rank), full, built.detached(torch.float64), below)
 
 

@@ -1,5 +1,6 @@
 """Floor 2: preconditioners ``P = F F^T + diag(d)`` and the low-rank approximations behind them, one file a method."""
 
+from .automatic import AutomaticPreconditioner
 from .base import Preconditioner, Selection
 from .cache import PreconditionerCache
 from .eigenpro import NystromEigenPro, TopEigensystem, top_eigensystem
@@ -11,6 +12,7 @@ from .rpcholesky import RPCholesky, rpcholesky
 from .smoothness import smoothness
 
 __all__ = [
+    "AutomaticPreconditioner",
     "FullScale",
     "GreedyCholesky",
     "LowRank",

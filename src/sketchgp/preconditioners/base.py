@@ -142,6 +142,10 @@ class Preconditioner:
         """
         return RankByCost(Costs(matrix, one_by_one)) if self.rank is None else None
 
+    def resolved(self, matrix: Access, noise: Tensor) -> Preconditioner:
+        """Return the choice for one matrix and its noise; another one where it is automatic."""
+        return self
+
     def select(self, matrix: Access, noise: Tensor) -> Selection:
         """Choose pivots or a test matrix for each matrix of the batch, by its own noise; no gradients.
 

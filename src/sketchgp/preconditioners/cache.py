@@ -28,6 +28,7 @@ class PreconditionerCache:
     a training step (``differentiable=True``) with new hyperparameters the pivots, while they still serve
     (:meth:`Preconditioner.serves`).  Copies and pickles start empty.
 
+    :ivar chosen: the choice that the present one was made by, where it was automatic.
     :ivar builds: how many preconditioners have been built since the cache was made.
     :ivar selections: how often pivots were chosen for them.
     """
@@ -35,7 +36,7 @@ class PreconditionerCache:
     _held = False  # whether pivots stay, however far hyperparameters move
 
     def __init__(self, choice: Preconditioner) -> None:
-        self.choice, self.selections, self._lock = choice, 0, threading.RLock()
+        self.choice, self.chosen, self.selections, self._lock = choice, choice, 0, threading.RLock()
         self.clear()
 
     def __reduce__(self) -> Any:
@@ -80,7 +81,7 @@ class PreconditionerCache:
             factor, moving = self._factor(access, noise, keys, live)
             assert self._selection is not None
             diagonal = noise.to(torch.float64) + self._selection.shift
-            self._built, built = self.choice.assemble(access, diagonal, self._selection, factor, moving, live)
+            self._built, built = self.chosen.assemble(access, diagonal, self._selection, factor, moving, live)
             self._keys = keys
             self.builds += 1
             self._seconds += time.perf_counter() - start
@@ -98,13 +99,14 @@ class PreconditionerCache:
         same = unchanged and keys == self._keys
         if selection is not None and (unchanged or (live and selection.fits(access))):
             factor, moving = self._made(access, noise, selection, live, unchanged)
-            if same or self._held or self.choice.serves(selection, access, factor.detach(), noise):
+            if same or self._held or self.chosen.serves(selection, access, factor.detach(), noise):
                 return factor, moving
             del factor, moving  # the memory is wanted
         self.release()
         self.selections += 1
         with torch.no_grad():
-            selection = self._selection = self.choice.select(access, noise.detach())
+            self.chosen = self.choice.resolved(access, noise.detach())
+            selection = self._selection = self.chosen.select(access, noise.detach())
         return self._made(access, noise, selection, live, True)
 
     def _made(
@@ -116,8 +118,8 @@ class PreconditionerCache:
         """
         if not live:
             return selection.factor, None
-        if not self.choice.lean or not access.exact or access.batch_shape or noise.dim() > 1:
-            factor = self.choice.factor(access, selection)
+        if not self.chosen.lean or not access.exact or access.batch_shape or noise.dim() > 1:
+            factor = self.chosen.factor(access, selection)
             selection.factor = factor.detach()
             return factor, None
         moving = self._moving
@@ -129,7 +131,7 @@ class PreconditionerCache:
                     moving.factor = None
                 self.release()
                 selection.drop_factor()
-            moving = self.choice.moving(access, selection)
+            moving = self.chosen.moving(access, selection)
         assert moving.factor is not None
         selection.factor, selection.core_root = moving.factor, moving.core_root
         self._selection, self._moving = selection, moving

@@ -360,7 +360,7 @@ def _nilpotent(matrix: Tensor, rhs: Tensor) -> Tensor:
 # --- neighbours -----------------------------------------------------------------------------------------------
 
 
-def _features(operator: Any) -> Tensor | None:
+def features_of(operator: Any, most: int = _FEATURES) -> Tensor | None:
     """Return inputs ``(n, p)`` whose distances order the entries of K, or None where there are none of few dimensions.
 
     They are the inputs over their lengthscales, of all the kernels that K is a sum or product of.
@@ -373,7 +373,7 @@ def _features(operator: Any) -> Tensor | None:
         if not prepared or any(f.weight is None for f in prepared):
             return None
         found += [f.left for f in prepared]
-    return torch.cat(found, dim=-1) if sum(x.shape[-1] for x in found) <= _FEATURES else None
+    return torch.cat(found, dim=-1) if sum(x.shape[-1] for x in found) <= most else None
 
 
 @torch.no_grad()
@@ -393,7 +393,7 @@ def neighbors_of(matrix: Access, factor: Tensor, noise: Tensor, count: int, seed
     result = Neighbors(order, near)
     if not count:
         return result
-    features = _features(matrix.source)
+    features = features_of(matrix.source)
     if features is not None and bool(torch.isfinite(features).all()):
         points = features[order].double().cpu().numpy()
         start, stop = 0, min(k, 4 * count)
@@ -474,13 +474,18 @@ class FullScale(Preconditioner):
         random = generator(self.seed, "RPCholesky preconditioner")
         return rpcholesky(matrix, rank, generator=random, weights=1 / noise, enough=rule)
 
+    @staticmethod
+    def serves_matrix(matrix: Access, noise: Tensor) -> bool:
+        """Return whether there is one matrix in one process, whose entries are had one by one."""
+        one = not matrix.batch_shape and noise.dim() == 1 and not Space.of(matrix.n).shared
+        return one and has_entries(matrix.source)
+
     def select(self, matrix: Access, noise: Tensor) -> Selection:
         """Choose pivots, order and neighbours.
 
         :raises InputError: for batches, for several ranks, and for matrices that are not evaluated by entries.
         """
-        shared = Space.of(matrix.n).shared
-        if matrix.batch_shape or noise.dim() > 1 or shared or not has_entries(matrix.source):
+        if not self.serves_matrix(matrix, noise):
             raise InputError(
                 "FullScale expects one covariance in one process, which a kernel evaluates at pairs of inputs; use "
                 "RPCholesky() for batches, for ranks that work together and for matrices with a structure of their own."

@@ -172,7 +172,7 @@ class Acceleration:
         """Return a preconditioner as arguments of conjugate gradients: with its name, and whether it lies below A."""
         if built is None:
             return {"preconditioner": None}
-        return {"preconditioner": built, "name": self.cache.choice.name, "below": self.cache.choice.below}
+        return {"preconditioner": built, "name": self.cache.chosen.name, "below": self.cache.chosen.below}
 
     @torch.no_grad()
     def solve(

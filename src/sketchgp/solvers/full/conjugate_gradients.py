@@ -18,8 +18,9 @@ from ...checks import count, instance, settle, tolerance, word
 from ...errors import InputError
 from ...fingerprint import tensor_mark
 from ...operators import LowRankPlusDiagonal
+from ...operators.access import Access
 from ...operators.marks import operator_marks
-from ...preconditioners import Preconditioner, RPCholesky
+from ...preconditioners import AutomaticPreconditioner, Preconditioner
 from ...report import Reason, SolveReport, conclude, shortfall_counted
 from ..choices import FullSolver
 from ..energy import Goal
@@ -88,7 +89,7 @@ class ConjugateGradients(FullSolver):
     ) -> Solution:
         """Solve a :class:`FullProblem`.
 
-        :param preconditioner: a choice object, None, or ``"auto"`` (``RPCholesky()``).
+        :param preconditioner: a choice object, None, or ``"auto"`` as in :func:`sketchgp.accelerate`.
         :param matmul: ``"auto"``, ``"dense"``, ``"tiled"`` or ``"triton"``.
         :param initial: starting point in y's shape.
         :param callback: called with a :class:`Progress` once an iteration, whose residual is that of the recurrence;
@@ -102,13 +103,14 @@ class ConjugateGradients(FullSolver):
         """
         owner = "ConjugateGradients.solve"
         self.validate(problem)
-        choice = RPCholesky() if isinstance(preconditioner, str) and preconditioner == "auto" else preconditioner
+        choice = AutomaticPreconditioner() if preconditioner == "auto" else preconditioner
         if choice is not None:
             instance(owner, "preconditioner", choice, Preconditioner, "a choice such as RPCholesky(), None or 'auto'")
         options = self._options(problem, matmul, initial, callback, held_out, progress)
         began, system, built = clock(), problem.system(matmul), None
         if choice is not None:
             choice.validate(system.n)
+            choice = choice.resolved(Access(system.operator), system.noise)
             built = choice.build(system.operator, system.noise)
         columns = problem.y.reshape(system.n, -1)
         value, report, _ = self.run(
