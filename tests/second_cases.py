@@ -441,6 +441,7 @@ class Problem:
             moved = self.dense(other).at(where)
             found.mean_drift = 4 * np.abs(moved.mean - found.mean)
             found.variance_drift = 4 * np.abs(moved.variance - found.variance)
+            found.covariance_drift = 4 * np.abs(moved.covariance - found.covariance)
             found.mean_rounding = found.mean_rounding + found.mean_drift
             found.variance_rounding = found.variance_rounding + found.variance_drift
         # means are evaluated in the dtype of the model: what that may do to targets less mean, and to the mean
@@ -540,7 +541,8 @@ def compare(problem: Problem, which: str, truth: Truth, points: torch.Tensor | N
             allowed = np.sqrt(allowed[:, None] * allowed[None, :]) + 0.01 * np.sqrt(
                 np.abs(truth.variance[:, None] * truth.variance[None, :])
             )
-            case.close(which, found, truth.covariance, allowed, np.sqrt(rounding[:, None] * rounding[None, :]))
+            rounding = np.sqrt(rounding[:, None] * rounding[None, :]) + truth.covariance_drift
+            case.close(which, found, truth.covariance, allowed, rounding)
     elif which == "observation":
         if truth.noise is None:
             return

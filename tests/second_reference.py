@@ -189,6 +189,7 @@ class Truth:
     mean_by_residual: Any = 0.0  # how far a relative residual of one moves the mean
     mean_drift: Any = 0.0  # what hyperparameters that are known to float32 leave open
     variance_drift: Any = 0.0
+    covariance_drift: Any = 0.0
 
     @property
     def variance(self) -> np.ndarray:
