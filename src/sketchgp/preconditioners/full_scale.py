@@ -472,7 +472,7 @@ class FullScale(Preconditioner):
 
     def approximate(self, matrix: Access, noise: Tensor) -> LowRank:
         rank, rule = self.rank_for(matrix.n, matrix.device), self.stopping_rule(matrix)
-        random = generator(self.seed, "RPCholesky preconditioner")
+        random = generator(self.seed, "pivots of a full-scale preconditioner")
         return rpcholesky(matrix, rank, generator=random, weights=1 / noise, enough=rule)
 
     @staticmethod
