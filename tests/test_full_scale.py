@@ -233,3 +233,31 @@ def test_what_is_taken_automatically(lengthscale, smooth, d, expected):
     sketchgp.accelerate(model, solver=solver)
     prediction = sketchgp.predict(model, x[:2], variance=None)
     assert prediction.report.preconditioner == expected
+
+
+def test_batches_of_right_hand_sides():
+    operator, noise, _ = _matrices(n=50)
+    built, rhs = FullScale(rank=5, neighbors=6).build(operator, noise), normal(2, 3, 50, 4)
+    found = built.apply_inverse(rhs)
+    assert found.shape == rhs.shape and relative(found[1, 2], built.apply_inverse(rhs[1, 2])) < 1e-12
+    x, test = points(N, 2), points(6, 2, seed=1).reshape(2, 3, 2)
+    model = Plain(x, torch.sin(6 * x[:, 0]), GaussianLikelihood(), KERNELS["matern"]()).double()
+    with dense():
+        mean, variance = posterior(model, (test,))
+    sketchgp.accelerate(model, preconditioner=FullScale(rank=5, neighbors=6))
+    with iterative():
+        found_mean, found_variance = posterior(model, (test,))
+    assert relative(found_mean, mean) < 1e-6 and relative(found_variance, variance) < 1e-5
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_neighbours_are_chosen_anew_where_others_matter(rank):
+    """The long and the short lengthscale change places."""
+    kernel, x = MaternKernel(nu=1.5, ard_num_dims=2).double(), points(400, 2)
+    noise, cache = torch.full((400,), 0.05, dtype=torch.float64), PreconditionerCache(FullScale(rank, neighbors=8))
+    for short, long in ((0.02, 0.5), (0.021, 0.45), (0.5, 0.02)):
+        kernel.lengthscale = torch.tensor([[long, short]], dtype=torch.float64)
+        built = cache.get(KernelMatrix.of(kernel, x), noise, differentiable=True)
+    fresh = FullScale(rank, neighbors=8).build(KernelMatrix.of(kernel, x), noise)
+    assert cache.selections == 2
+    assert relative(built.log_determinant(), fresh.log_determinant()) < 1e-9

@@ -44,7 +44,7 @@ from ..operators.substitution import cholesky_solve
 from ..operators.tiles import spans
 from ..random_streams import generator
 from ..space import Space
-from .base import Preconditioner, Selection
+from .base import Preconditioner, Selection, noise_of_each
 from .low_rank import LowRank, pivoted_factor, shifted_cholesky
 from .rank import Costs, RankByCost
 from .rpcholesky import rpcholesky
@@ -53,6 +53,7 @@ _ENTRIES = 2**22  # entries of blocks of neighbours held at once
 _NEIGHBORS = 32
 _FEATURES = 6  # dimension up to which a k-d tree finds neighbours
 _MORE, _LEAST = 2.5, 10  # candidates of a tree for each neighbour, and more: of a row's, half or more come before it
+_LOOKED_AT, _STILL = 128, 0.8  # rows whose neighbours are compared with the best ones, and the share they must have
 
 
 @dataclass(frozen=True)
@@ -193,20 +194,20 @@ class FullScaleFactor:
 
     @torch.no_grad()
     def apply_inverse(self, rhs: Tensor) -> Tensor:
-        """Return ``P^-1 rhs`` for rhs ``(n, t)``, computed in float64, in the dtype of rhs."""
-        local = self._local_inverse(rhs.to(torch.float64))
+        """Return ``P^-1 rhs`` for rhs ``(..., n, t)``, computed in float64, in the dtype of rhs."""
+        columns = rhs.movedim(-2, 0).to(torch.float64)  # those of a batch stand side by side
+        local = self._local_inverse(columns.flatten(1))
         if self.rank:
             inner = cholesky_solve(self.factor.mT @ local, self.root)
             local = local - self._local_inverse(self.factor @ inner)
-        return local.to(rhs.dtype)
+        return local.reshape(columns.shape).movedim(0, -2).to(rhs.dtype)
 
     @cached_property
     def local_diagonal(self) -> Tensor:
         """The diagonal of M, ``(n,)``."""
         squares = self._scale.squeeze(1).square()
-        turned = torch.sparse_csr_tensor(
-            self._turned.crow_indices(), self._turned.col_indices(), self._turned.values().square(), self._turned.shape
-        )
+        held = self._turned.crow_indices(), self._turned.col_indices(), self._turned.values().square()
+        turned = torch.sparse_csr_tensor(*held, self._turned.shape, check_invariants=False)
         return self._spread(squares + (turned @ squares.unsqueeze(1)).squeeze(1))
 
     @cached_property
@@ -405,16 +406,26 @@ def neighbors_of(matrix: Access, factor: Tensor, noise: Tensor, count: int, seed
             _keep(near, torch.from_numpy(found).to(order.device), start)
             start, stop = stop, min(k, 2 * stop)
         return result
-    rest = (matrix.diagonal() - factor.square().sum(dim=1)).clamp(min=0) + noise
-    scale = rest.rsqrt().to(matrix.source.dtype)[order]
-    part = factor[order].to(scale.dtype)
+    correlations = _Correlations(matrix, factor, noise, order)
     for rows in spans(k, max(1, _ENTRIES // k)):
-        tile = matrix.block(order[rows], order[: rows.stop]).to(scale.dtype)
-        tile.addmm_(part[rows], part[: rows.stop].mT, alpha=-1).abs_().mul_(scale[: rows.stop])
-        own = tile[:, rows.start :]  # columns of the rows themselves: only earlier ones count
-        own.masked_fill_(torch.ones_like(own, dtype=torch.bool).triu(), -1)
+        tile = correlations(torch.arange(rows.start, rows.stop, device=order.device), rows.stop)
         _keep(near, tile.topk(min(count, rows.stop), dim=1).indices, rows.start)
     return result
+
+
+class _Correlations:
+    """Sizes of the correlations of rows with earlier ones in ``K - F F^T + D``, up to a factor for each row."""
+
+    def __init__(self, matrix: Access, factor: Tensor, noise: Tensor, order: Tensor) -> None:
+        rest = (matrix.diagonal() - factor.square().sum(dim=1)).clamp(min=0) + noise
+        self.matrix, self.order, self.scale = matrix, order, rest.rsqrt().to(matrix.source.dtype)[order]
+        self.part = factor[order].to(self.scale.dtype)
+
+    def __call__(self, rows: Tensor, stop: int) -> Tensor:
+        """Return those ``(b, stop)`` of the rows at places ``(b,)`` in the order; -1 for rows that are no earlier."""
+        tile = self.matrix.block(self.order[rows], self.order[:stop]).to(self.scale.dtype)
+        tile.addmm_(self.part[rows], self.part[:stop].mT, alpha=-1).abs_().mul_(self.scale[:stop])
+        return tile.masked_fill_(torch.arange(stop, device=rows.device) >= rows.unsqueeze(1), -1)
 
 
 def _keep(near: Tensor, candidates: Tensor, start: int) -> None:
@@ -445,7 +456,7 @@ class FullScale(Preconditioner):
 
     A low-rank factor does not help where the kernel is short-ranged: maps, rough kernels, short lengthscales.
     Regressions on neighbours do.  Set-up costs ``n m^2 (m + r)`` operations and the search for neighbours, which takes
-    a k-d tree in up to six dimensions, and half a product with K and ``n^2 r`` operations elsewhere.  A solve costs
+    a k-d tree for up to six features, and half a product with K and ``n^2 r`` operations elsewhere.  A solve costs
     ``n (4 m + 2 r)`` operations an iteration.  Memory: ``n (3 m + r)`` float64 numbers.
 
     Reference: :mod:`sketchgp.preconditioners.full_scale`.
@@ -498,6 +509,23 @@ class FullScale(Preconditioner):
             chosen.factor, chosen.pivots, core_root=chosen.core_root, left=chosen.left, excess=chosen.excess,
             neighbors=neighbors,
         )  # fmt: skip
+
+    @torch.no_grad()
+    def serves(self, selection: Selection, matrix: Access, factor: Any, noise: Tensor) -> bool:
+        """Return whether pivots and neighbours are good enough for the present K and noise.
+
+        Of some rows the neighbours must have most of the correlations that the best ones now have.
+        """
+        assert isinstance(selection, FullScaleSelection) and selection.neighbors is not None
+        if not super().serves(selection, matrix, factor, noise):
+            return False
+        order, near = selection.neighbors.order, selection.neighbors.near
+        if not near.numel():
+            return True
+        rows = torch.arange(len(order) - 1, 0, -max(1, len(order) // _LOOKED_AT), device=order.device)
+        tile = _Correlations(matrix, factor, noise_of_each(matrix, noise), order)(rows, len(order))
+        held, best = tile.gather(1, near[rows]).clamp(min=0), tile.topk(near.shape[1], dim=1).values.clamp(min=0)
+        return bool(held.sum() >= _STILL * best.sum())
 
     def factor(self, matrix: Access, selection: Selection) -> Tensor:
         """Return F of the present K, without gradients: P is differentiated in what K is made of."""
