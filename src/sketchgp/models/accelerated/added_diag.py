@@ -181,13 +181,12 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         density, columns = self.acceleration.density, inv_quad_rhs
         if density.always and (columns is None or not logdet):
             density = Probes()  # other densities compute both terms together
-        flag = settings.fast_computations.log_prob
-        root = None
-        if self._factorized(flag) and not density.always:
-            if self.dtype != torch.float64 and columns is not None and logdet:
-                root = self.source.accurate_root(flag)
-            if root is None:
-                return super().inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
+        flag, root = settings.fast_computations.log_prob, None
+        few, both = self._factorized(flag) and not density.always, columns is not None and logdet
+        if few and both and self.dtype != torch.float64:
+            root = self.source.accurate_root(flag)
+        if few and root is None:
+            return super().inv_quad_logdet(inv_quad_rhs, logdet, reduce_inv_quad)
         columns = self.noise.new_zeros(*self.shape[:-1], 0) if columns is None else columns
         columns = columns.unsqueeze(-1) if columns.dim() == 1 else columns
         if root is not None:
