@@ -47,6 +47,26 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / (scale if scale > 0 else 1))
 
 
+class _LogDeterminant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, built: Any, *tensors: Tensor) -> Tensor:
+        ctx.built = built.detached(None)
+        ctx.save_for_backward(*tensors)
+        return ctx.built.log_determinant()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        built = ctx.built
+        none = built.diagonal_part.new_zeros(*built.batch_shape, built.diagonal_part.shape[-1], 0)
+        noise = none.new_zeros(*built.batch_shape, built.rank, 0)
+        return None, *built.sampled_derivative(ctx.saved_tensors, none, none[..., :1, :], none, noise, none, grad)
+
+
+def log_determinant(built: Any) -> Tensor:
+    """``log det P`` of a preconditioner, differentiable in its tensors by its ``sampled_derivative``."""
+    return _LogDeterminant.apply(built, *built.tensors).to(built.dtype)
+
+
 def points(n: int, d: int = 3, seed: int = 0, shift: float = 0.0, dtype: torch.dtype = torch.float64) -> Tensor:
     """``n`` uniform points in the unit cube, moved by ``shift``."""
     generator = torch.Generator().manual_seed(seed)

@@ -934,7 +934,7 @@ BREAKS = (
         "a wrong sign in Woodbury's identity",
     ),
     Break(
-        "value = h * (v.log().sum() + white[:, count:].square().sum())",
+        "value = h * (v.log().sum() + white[:, t:].square().sum())",
         "value = h * v.log().sum()",
         FULL_SCALE,
         "a derivative of the full-scale determinant without the part of the factor",

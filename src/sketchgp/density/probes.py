@@ -192,7 +192,7 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
         if settings.skip_logdet_forward.on():
             estimates = torch.zeros_like(estimates)
         determinant = estimates.mean(dim=-1)
-        return each, (determinant if built is None else determinant + built.log_determinant_value()).to(operator.dtype)
+        return each, (determinant if built is None else determinant + built.log_determinant()).to(operator.dtype)
 
     @staticmethod
     @once_differentiable

@@ -31,7 +31,7 @@ from ..preconditioners.full_scale import FullScaleFactor
 from ..random_streams import generator
 from ..report import SolveReport
 from ..solvers import Cholesky, System
-from ..space import Factor, whole
+from ..space import Factor, square_norms, whole
 
 _COLUMNS = 512  # columns of an inverse at once
 _ROUNDS = 50  # rounds of a fit
@@ -186,7 +186,7 @@ def probed_diagonal(
     factor, noise, prior = whole(factor), system.noise.to(torch.float64), Access(system.operator).diagonal()
     if isinstance(system.operator, KernelMatrix):
         factor = factor if below else factor[:, :0]
-        rest = (prior - factor.square().sum(dim=-1)).clamp(min=0) + noise
+        rest = (prior - square_norms(factor)).clamp(min=0) + noise
         near = FullScaleFactor.of(system.operator, noise, factor, seed=seed)
         guess = near.inverse_diagonal()
         samples = z * (solution - near.apply_inverse(z)) + guess.unsqueeze(1)

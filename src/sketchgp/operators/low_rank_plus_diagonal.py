@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,25 +26,6 @@ def inverse_rows(factor: Tensor, diagonal: Tensor, root: Tensor) -> tuple[Tensor
     """
     rows = cholesky_solve(factor.mT, root).mT / diagonal.unsqueeze(-1)
     return rows, (1 - (factor * rows).sum(-1)) / diagonal
-
-
-class Logdet(torch.autograd.Function):
-    """``log det P`` of a preconditioner, differentiable in its tensors: called with it and with these."""
-
-    @staticmethod
-    def forward(ctx: Any, built: Any, *tensors: Tensor) -> Tensor:
-        ctx.built = built.detached(None)
-        ctx.save_for_backward(*tensors)
-        value: Tensor = built.log_determinant_value()
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        built = ctx.built
-        none = built.diagonal_part.new_zeros(*built.batch_shape, built.diagonal_part.shape[-1], 0)
-        noise = none.new_zeros(*built.batch_shape, built.rank, 0)
-        gradients = built.sampled_derivative(ctx.saved_tensors, none, none[..., :1, :], none, noise, none, grad)
-        return (None, *gradients)
 
 
 class LowRankPlusDiagonal:
@@ -163,15 +143,12 @@ class LowRankPlusDiagonal:
             scaled = scaled - self.up(inner, space.span) / diagonal
         return scaled.to(own.dtype)
 
-    def log_determinant(self) -> Tensor:
-        """``log det P`` of shape ``(...)``, differentiable in what the operator is made of."""
-        return Logdet.apply(self, *self.tensors).to(self.dtype)
-
     @torch.no_grad()
-    def log_determinant_value(self) -> Tensor:
-        """``log det P`` in the dtype of F."""
+    def log_determinant(self) -> Tensor:
+        """``log det P`` of shape ``(...)``; :meth:`sampled_derivative` has its gradient."""
         roots, diagonal = self.capacitance_root().diagonal(dim1=-2, dim2=-1), self.diagonal_part
-        return 2 * roots.log().sum(-1) + diagonal.expand(*self.batch_shape, -1).log().sum(-1)
+        value = 2 * roots.log().sum(-1) + diagonal.expand(*self.batch_shape, -1).log().sum(-1)
+        return value.to(self.dtype)
 
     def unexplained(self, prior: Tensor) -> Tensor:
         """Return what F leaves of prior variances ``(..., n)``, at least zero."""

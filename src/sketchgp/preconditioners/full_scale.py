@@ -39,11 +39,10 @@ from ..checks import seed as seed_check
 from ..errors import InputError, NumericalError
 from ..operators import KernelMatrix
 from ..operators.access import Access, blocks_of, evaluated_accurately, has_entries, terms
-from ..operators.low_rank_plus_diagonal import Logdet
 from ..operators.substitution import cholesky_solve
 from ..operators.tiles import spans
 from ..random_streams import generator
-from ..space import Space
+from ..space import Space, square_norms
 from .base import Preconditioner, Selection, noise_of_each
 from .low_rank import LowRank, pivoted_factor, shifted_cholesky
 from .rank import Costs, RankByCost
@@ -223,12 +222,8 @@ class FullScaleFactor:
         return (near - half.square().sum(dim=0)).clamp(min=torch.finfo(near.dtype).eps * near)
 
     def log_determinant(self) -> Tensor:
-        """Return ``log det P``, differentiable in :attr:`tensors`."""
-        return Logdet.apply(self, *self.tensors).to(self.dtype)
-
-    def log_determinant_value(self) -> Tensor:
-        """Return ``log det P`` in float64, without gradients."""
-        return 2 * self.root.diagonal().log().sum() + self.variances.log().sum()
+        """Return ``log det P``; :meth:`sampled_derivative` has its gradient."""
+        return (2 * self.root.diagonal().log().sum() + self.variances.log().sum()).to(self.dtype)
 
     def unexplained(self, prior: Tensor) -> Tensor:
         """Return what F and the neighbours leave of prior variances ``(n,)``, at least zero."""
@@ -258,9 +253,9 @@ class FullScaleFactor:
         of_factor = 2 * (y * w) @ (y.mT @ factor) + g @ low_rank_noise.mT
         of_factor += 2 * h * cholesky_solve(self._local_inverse(factor).mT, self.root).mT  # P^-1 F = M F C^-1
         back = self._coloured_back(y)
-        a = torch.cat([self._coloured(back), self._coloured(full_noise)], dim=1)
         c = torch.cat([2 * w * back, self._coloured_back(g)], dim=1)
-        fixed = torch.linalg.solve_triangular(self.root, factor.mT, upper=False).mT  # E
+        t, e = c.shape[1], torch.linalg.solve_triangular(self.root, factor.mT, upper=False).mT
+        vectors = torch.cat([self._coloured(back), self._coloured(full_noise), e], dim=1)  # a, E
         total = _Total(tensors)
         tree = self.operator.representation_tree()
         with torch.enable_grad():
@@ -269,10 +264,9 @@ class FullScaleFactor:
                 part = factor[index].requires_grad_()
                 matrix, noise = tree(*total.live[:-1]), total.live[-1]
                 b, v = _regression(blocks_of(matrix, index), part, noise[index], known)
-                rest = torch.cat([a, fixed], dim=1)[index]
+                rest = vectors[index]
                 white = (rest[:, 0] - (b.unsqueeze(1) @ rest[:, 1:]).squeeze(1)) / v.sqrt().unsqueeze(1)
-                count = a.shape[1]
-                value = h * (v.log().sum() + white[:, count:].square().sum()) - (c[rows] * white[:, :count]).sum()
+                value = h * (v.log().sum() + white[:, t:].square().sum()) - (c[rows] * white[:, :t]).sum()
                 (of_part,) = total.add(value, part)
                 of_factor.index_add_(0, index.flatten(), of_part.flatten(0, 1))
             if self.rank:
@@ -334,12 +328,13 @@ def _regression(block: Tensor, part: Tensor, noise: Tensor, known: Tensor) -> tu
     """
     rest = block - part @ part.mT + torch.diag_embed(noise)
     rest = torch.where(known.unsqueeze(1) & known.unsqueeze(2), rest, torch.diag_embed((~known).to(rest.dtype)))
-    with torch.no_grad():  # rounding has made some blocks indefinite: their rows are taken without neighbours
-        fine = (torch.linalg.cholesky_ex(rest[:, 1:, 1:]).info == 0)[:, None, None]
-    if not bool(fine.all()):
-        rest = torch.where(fine, rest, torch.diag_embed(rest.diagonal(dim1=1, dim2=2).clamp(min=noise)))
+    root, failed = torch.linalg.cholesky_ex(rest[:, 1:, 1:])
+    if bool(failed.any()):  # rounding has made some blocks indefinite: their rows are taken without neighbours
+        alone = torch.diag_embed(rest.diagonal(dim1=1, dim2=2).clamp(min=noise))
+        rest = torch.where((failed == 0)[:, None, None], rest, alone)
+        root = torch.linalg.cholesky(rest[:, 1:, 1:])
     cross = rest[:, 1:, :1]
-    weights = cholesky_solve(cross, torch.linalg.cholesky(rest[:, 1:, 1:]))
+    weights = cholesky_solve(cross, root)
     explained = (weights * cross).sum(dim=(1, 2))
     return weights.squeeze(2), torch.maximum(rest[:, 0, 0] - explained, noise[:, 0])
 
@@ -417,7 +412,7 @@ class _Correlations:
     """Sizes of the correlations of rows with earlier ones in ``K - F F^T + D``, up to a factor for each row."""
 
     def __init__(self, matrix: Access, factor: Tensor, noise: Tensor, order: Tensor) -> None:
-        rest = (matrix.diagonal() - factor.square().sum(dim=1)).clamp(min=0) + noise
+        rest = (matrix.diagonal() - square_norms(factor)).clamp(min=0) + noise
         self.matrix, self.order, self.scale = matrix, order, rest.rsqrt().to(matrix.source.dtype)[order]
         self.part = factor[order].to(self.scale.dtype)
 
@@ -506,9 +501,8 @@ class FullScale(Preconditioner):
         assert isinstance(chosen.factor, Tensor)
         neighbors = neighbors_of(matrix, chosen.factor, noise, self.neighbors or _NEIGHBORS, self.seed)
         return FullScaleSelection(
-            chosen.factor, chosen.pivots, core_root=chosen.core_root, left=chosen.left, excess=chosen.excess,
-            neighbors=neighbors,
-        )  # fmt: skip
+            chosen.factor, chosen.pivots, left=chosen.left, excess=chosen.excess, neighbors=neighbors
+        )
 
     @torch.no_grad()
     def serves(self, selection: Selection, matrix: Access, factor: Any, noise: Tensor) -> bool:
