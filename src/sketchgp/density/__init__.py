@@ -5,6 +5,7 @@ from .bound import Bound, TooWide
 from .exact import Exact
 from .probes import Probes, standard_error
 from .samples import Samples
+from .vecchia import Vecchia
 
 __all__ = [
     "Bound",
@@ -14,6 +15,7 @@ __all__ = [
     "Samples",
     "Solutions",
     "TooWide",
+    "Vecchia",
     "log_density",
     "standard_error",
 ]

@@ -165,9 +165,12 @@ class Bound(LogDensity):
     def inv_quad_logdet(self, operator: Any, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Return upper bounds of ``r^T A^-1 r`` of each column and of ``log det A``, float64; see :class:`LogDensity`.
 
-        :raises TooWide: where the gap of the first log determinant is above the limit.
+        :raises TooWide: where the gap of the first log determinant is above the limit, or would be, since solves take
+            a preconditioner with neighbours.
         """
         noise = operator.noise
+        if self.limit is not None and not self.rank and not self.serves(operator.acceleration.resolved(operator)):
+            raise TooWide("Low-rank factors leave more of this matrix than a preconditioner with neighbours.")
         kernel = evaluated_accurately(operator.kernel_matrix)
         prior = Access(kernel).diagonal()
         preconditioner = self._preconditioner(kernel, noise, prior.detach())

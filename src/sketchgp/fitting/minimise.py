@@ -34,6 +34,7 @@ _FAILED = 1e3  # relative height above the best loss that a loss which cannot be
 _FLAT = 1e-6  # norm of the gradient, per row, below which nothing is left to do
 _SEARCH = 20  # evaluations of a line search
 _SCALES = (0.03, 1.0)  # limits of the scale of variables; flat ones would go too far at the second step
+_PROMISED = 0.25  # of the tolerance: a Newton step that promises less is not taken
 _NEWTON = 1.0  # largest length of a Newton step
 _DECREASE = 1e-4  # share of the decrease promised by the gradient that a step must reach
 _CURVATURE = 0.5  # share of the slope along the step that may be left after it
@@ -187,6 +188,9 @@ class _Search:
         while True:
             before = self.point
             step = -(inverse @ before.gradient)
+            if -0.5 * float(step @ before.gradient) < _PROMISED * self.steps.tol:
+                self.steps.history.reason = SETTLED
+                return inverse, True
             ahead = before.vector + step / max(1.0, np.linalg.norm(step) / _NEWTON)
             trial = self.evaluate(np.clip(ahead, self.variables.lower, self.variables.upper))
             slope, slope_after = (float(p.gradient @ (trial.vector - before.vector)) for p in (before, trial))

@@ -24,7 +24,7 @@ from . import starts
 from .history import DEAR, FLAT, SETTLED, STOPPED, UNSURE, WIDENED, FitHistory
 from .minimise import minimise
 from .objective import ModelState, Objective
-from .plan import WIDTH, dearest, exact_objective, new_bound, on_subset, route, rows_before
+from .plan import WIDTH, by_neighbors, dearest, exact_objective, new_bound, on_subset, route, rows_before
 from .record import Record, fit_marks
 from .stage import ENDED, Stage
 from .steps import Steps
@@ -230,9 +230,14 @@ class Fit:
         :raises InputError: where the user asked for them and no rows can be taken of the model.
         """
         choices, above, stages = self.choices, self.full, list[Stage]()
+        near = by_neighbors(above.base) if above.kind in ("bound", "probes") and above.base.acceleration else None
+        if near is not None:
+            part = Stage.vecchia(above, near)
+            above.history.subset = part.history
+            stages, above = [part], part
         limit = choices.iterations if self.history.optimizer == "lbfgs" else None  # Adam's steps are no measure
         inner = dataclasses.replace(choices, optimizer="lbfgs", iterations=limit, learning_rate=None, tol=self._rough)
-        rows = rows_before(0 if above.kind == "samples" else self.history.rows)
+        rows = rows_before(0 if above.kind in ("samples", "vecchia") else self.history.rows)
         while True:
             exact = rows == rows_before(0)
             twin = on_subset(above.base.mll, rows, choices.seed, exact)
@@ -299,10 +304,12 @@ class Fit:
             try:
                 before = self._run(stage)
             except RuntimeError:
-                asked = self.choices.start == "subset" and stages[-2:-1] == [stage]
+                near = stage.kind == "vecchia"
+                asked = self.choices.start == "subset" and stages[-2:-1] == [stage] and not near
                 if stage.full or stage.history.losses or asked:
                     raise
-                before = self.kept = None  # a forward that holds what no copy converts
+                if not near:
+                    before = self.kept = None  # a forward that holds what no copy converts
                 stages[stages.index(stage) + 1].history.subset = None
 
     def _run(self, stage: Stage) -> Stage:
@@ -323,6 +330,8 @@ class Fit:
             raise _Stopped
         if not stage.full and stage.base.acceleration is not None:
             stage.base.acceleration.cache.release()  # the record knows it
+            if stage.objective.density is not None and stage.objective.density.cache is not None:
+                stage.objective.density.cache.release()
         if stage.several and not stage.full:
             return self._other_starts(stage.base.mll, stage) or stage
         return stage

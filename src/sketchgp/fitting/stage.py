@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..density import Bound, Exact, Probes, standard_error
+from ..density import Bound, Exact, Probes, Vecchia, standard_error
 from ..report import shortfall_counted
 from .history import SETTLED, FitHistory
 from .minimise import STEEP, STUCK, InverseHessian
@@ -29,7 +29,7 @@ class Stage:
     """One stage of a fit.
 
     :param base: the losses as the model computes them; those of an exact fit to some of the rows are exact.
-    :param kind: how losses are computed: ``"exact"``, ``"bound"``, ``"probes"``, ``"samples"`` or ``"given"``.
+    :param kind: how losses are computed: ``"exact"``, ``"bound"``, ``"probes"``, ``"samples"``, ``"vecchia"`` or ``"given"``.
     :param history: records the stage.
     :param tol: the tolerance that its losses settle by.
     :param limit: the most steps.
@@ -72,6 +72,14 @@ class Stage:
         history = FitHistory(optimizer="lbfgs", objective=kind, rows=len(twin.model.train_targets))
         return cls(base, kind, history, tol, limit, False, few)
 
+    @classmethod
+    def vecchia(cls, full: Stage, density: Vecchia) -> Stage:
+        """Return the stage before one on all rows, of the same model by Vecchia's approximation."""
+        history = FitHistory(optimizer="lbfgs", objective="vecchia", rows=full.history.rows)
+        stage = cls(full.base, "vecchia", history, full.tol, full.limit, False)
+        stage.objective = full.base.by(density)
+        return stage
+
     @property
     def best(self) -> list[Tensor] | None:
         """The parameters of the best step; None before the first."""
@@ -112,7 +120,10 @@ class Stage:
         :param asked: the objective asked for; ``"bound"`` is never left for probes.
         """
         history, bound, steps, width = self.history, self.bound, self.steps, self.objective.width
-        assert bound is not None and steps is not None and width is not None
+        assert bound is not None and steps is not None
+        if width is None:
+            note = "a bound would be wide, as neighbours are needed: log determinants were estimated with probes"
+            return self.go_on_with(self.base, "probes", note, restart=False)
         if history.optimizer == "lbfgs":
             self.base.restore(steps.best)
         done = len(history.losses)
@@ -180,6 +191,8 @@ class Stage:
                 value = objective.evaluate(gradient=False).value
             return (value, value) if math.isfinite(value) else None
         if acceleration is None or self.kind in ("given", "samples") or why_no_bound(acceleration):
+            return None
+        if self.kind == "probes" and not Bound.serves(acceleration.cache.chosen):  # it would be wide
             return None
         acceleration.cache.release()  # F is the largest array there is, and another one is to come
         for candidate in (base, exact_objective(base.model, base.mll)):

@@ -13,7 +13,7 @@ from .history import DEAR, SETTLED, STOPPED, WIDENED
 from .record import Evaluation
 
 _NEAR = 4  # steps of L-BFGS over which a loss is judged near a minimum
-_SPAN = {"exact": 10, "bound": 10}  # and elsewhere, by the kind of the loss
+_SPAN = {"exact": 10, "bound": 10, "vecchia": 10}  # and elsewhere, by the kind of the loss
 _ESTIMATED = 3  # of other kinds
 _WIDENS = 1.5
 NOT_FINITE = "met a loss or gradient that is not finite"

@@ -17,6 +17,14 @@ _LEFT = 2.0  # of the noise, that pivots leave of a row in the mean: below it mo
 _RANK = 64  # columns beside neighbours: on maps the time hardly depends on them from 0 to 150
 
 
+def full_scale_of_map(matrix: Access, noise: Tensor) -> FullScale | None:
+    """Return pivots and neighbours for many rows of few features; None for other matrices."""
+    near = FullScale(rank=_RANK)
+    if matrix.n < _ROWS or not near.serves_matrix(matrix, noise) or features_of(matrix.source, _FEATURES) is None:
+        return None
+    return near
+
+
 @dataclass(frozen=True)
 class AutomaticPreconditioner(RPCholesky):
     """:class:`RPCholesky`, or :class:`FullScale` on maps whose kernel no low-rank factor of moderate rank explains.
@@ -29,8 +37,8 @@ class AutomaticPreconditioner(RPCholesky):
         return RPCholesky.__name__
 
     def resolved(self, matrix: Access, noise: Tensor) -> Preconditioner:
-        near = FullScale(rank=_RANK)
-        if matrix.n < _ROWS or not near.serves_matrix(matrix, noise) or features_of(matrix.source, _FEATURES) is None:
+        near = full_scale_of_map(matrix, noise)
+        if near is None:
             return RPCholesky()
         noise = noise_of_each(matrix, noise)
         left = FullScale().approximate(matrix, noise).residual
