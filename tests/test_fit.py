@@ -95,7 +95,7 @@ def test_best_parameters_are_kept() -> None:
         seen.append(parameters(model))
 
     with iterative(tol=1e-6):
-        history = sketchgp.fit(model, iterations=9, learning_rate=1.5, callback=remember, tol=NEVER)
+        history = sketchgp.fit(model, iterations=9, learning_rate=1.5, callback=remember, tol=NEVER, objective="probes")
     assert history.best_step == min(range(9), key=history.losses.__getitem__)
     assert history.best_loss == min(history.losses)
     assert 0 < history.best_step < 8, "the data must make the test meaningful"

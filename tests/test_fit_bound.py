@@ -305,19 +305,6 @@ def test_bounds_left_for_probes_on_the_way() -> None:
     assert len(history.notes) == 2
 
 
-def test_bounds_that_have_become_tight_are_taken_at_last() -> None:
-    """From lengthscales so short that no columns are enough for them."""
-    model = smooth(lengthscale=0.03, preconditioner=sketchgp.RPCholesky(rank=40))
-    with iterative(tol=1e-6):
-        history = sketchgp.fit(model)
-    assert history.objective == "bound"
-    (start,) = history.restarts
-    assert history.widths[:start] == [None] * start
-    assert history.converged
-    exact = smooth(lengthscale=0.03)
-    assert exact_loss(model) < sketchgp.fit(exact, objective="exact", start="model").best_loss + 1e-3
-
-
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_covariances_that_gpytorch_inverts_have_no_bound(name: str) -> None:
     model, _ = LEFT_ALONE[name].build()

@@ -101,6 +101,24 @@ def test_route_of_many_rows(rows, solver, arguments, expected, monkeypatch):
     assert route(history) == expected
 
 
+def test_route_of_a_map(monkeypatch):
+    """Many rows of few features start from Vecchia's approximation on all of them."""
+    for name, limit in LOWER.items():
+        monkeypatch.setattr(f"sketchgp.fitting.{name}", limit)
+    monkeypatch.setattr("sketchgp.preconditioners.automatic._ROWS", 900)
+    history = sketchgp.fit(build(910, CG), iterations=1, num_probes=2)
+    assert route(history) == ["300 exact lbfgs", "600 exact lbfgs", "910 vecchia lbfgs", "910 bound lbfgs"]
+
+
+def test_where_neighbours_are_needed_no_bound_is_tried(monkeypatch):
+    monkeypatch.setattr("sketchgp.preconditioners.automatic._ROWS", 900)
+    model = build(910, CG)
+    model.covar_module.base_kernel.lengthscale, model.likelihood.noise = 0.02, 1e-3
+    history = sketchgp.fit(model, start="model", iterations=1, num_probes=2)
+    assert (history.objective, history.bracket) == ("probes", None)
+    assert history.by_other_probes is not None and "neighbours are needed" in history.notes[0]
+
+
 def test_rows_that_many_are_fitted_after():
     assert [rows_before(rows) for rows in (0, 7_999, 8_000, 40_000)] == [2000, 2000, 5000, 16_000]
 

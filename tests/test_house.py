@@ -12,8 +12,8 @@ from pathlib import Path
 from test_floors import SOURCE, imports
 
 LIMITS = {
-    "lines of code": 22_865,
-    "files": 192,
+    "lines of code": 22_930,
+    "files": 193,
     "subclasses of LinearOperator": 6,
     "context variables": 8,
     "private names of others": 45,

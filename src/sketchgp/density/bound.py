@@ -45,7 +45,6 @@ _TRIES = 5  # solves for one w, each starting from the one before
 _NEGLIGIBLE = 0.01  # share of the log determinant's gap that r^T P^-1 r may add where nothing is differentiated
 _COLUMNS = 20.0  # times n^1/2: the most columns; F costs more than products with K beyond
 _FASTEST = 0.01  # of what is left, after twice the columns
-_WIDENS = 1.5  # factor on the gap of the latest pivots above which pivots are chosen anew
 
 
 def log_slack(prior: Tensor, factor: Factor, noise: Tensor) -> Tensor:
@@ -115,14 +114,12 @@ class TooWide(SketchGPError):
 class Bound(LogDensity):
     """Log densities as lower bounds, together with how far above them the upper bounds are.
 
-    Pivots are chosen at the first density and held from then on, unless they are to be redrawn.  Each w starts from
-    that of the density before.
+    Pivots are chosen at the first density and held from then on.  Each w starts from that of the density before.
 
     :param choice: of the preconditioner, with pivots and ``F F^T <= K`` (:meth:`serves`).
     :param share: target of ``r^T P^-1 r`` as a share of the number of rows.  Where certain, it need not be less than a
         hundredth of the gap of the log determinant.
     :param limit: the largest gap of the log determinant, in nats, allowed with newly chosen pivots; None for any.
-    :param redrawn: the gap in nats above which pivots are chosen anew at once; None to hold them.
     :param certain: whether to count rounding as well; gradients are then not available.
     :ivar gap: nats between the two ends of the log densities since :meth:`begin`; None where there were none, or NaN
         where nothing is certain.
@@ -132,7 +129,6 @@ class Bound(LogDensity):
     choice: Preconditioner
     share: float = 2e-6
     limit: float | None = None
-    redrawn: float | None = None
     certain: bool = False
     gap: float | None = field(default=None, init=False)
     rank: int = field(default=0, init=False)
@@ -150,13 +146,11 @@ class Bound(LogDensity):
         return choice is not None and choice.pivoted and choice.below
 
     def state(self) -> dict[str, Tensor]:
-        numbers = [self._ease, math.nan if self.redrawn is None else self.redrawn]
-        state = {"numbers": torch.tensor(numbers, dtype=torch.float64)}
+        state = {"ease": torch.tensor(self._ease, dtype=torch.float64)}
         return state if self._weights is None else {**state, "weights": self._weights}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        self._ease, redrawn = state["numbers"].tolist()
-        self.redrawn = None if math.isnan(redrawn) else redrawn
+        self._ease = float(state["ease"])
         weights = state.get("weights")
         if weights is not None and self._weights is not None:
             weights = weights.to(self._weights.device)
@@ -186,10 +180,6 @@ class Bound(LogDensity):
         """Return P, differentiable where autograd is on; ``prior`` is the diagonal of K."""
         first = self.rank == 0
         built, gap = self._built(kernel, noise, prior)
-        if not first and self.redrawn is not None and not gap <= self.redrawn:
-            self.cache.clear()
-            first, (built, gap) = True, self._built(kernel, noise, prior)
-            self.redrawn = max(self.redrawn, _WIDENS * gap)
         if first and self.limit is not None and not gap <= self.limit:
             self.gap = gap
             raise TooWide(f"The log determinant leaves {gap:.3g} nats open, more than {self.limit:.3g}.")

@@ -45,19 +45,20 @@ class FitHistory(Shown):
     :ivar objective: how losses were computed: ``"exact"`` (one factorization in float64 each), ``"probes"`` (log
         determinants estimated with fixed probe vectors), ``"samples"`` (gradients by samples that a solver of the
         user's choice solves for; losses are right up to a constant, of which no standard error is known), ``"bound"``
-        (an upper bound of the exact loss; Titsias's for an inducing-point model) or ``"given"`` (whatever the ``mll``
-        does).
+        (an upper bound of the exact loss; Titsias's for an inducing-point model), ``"vecchia"`` (Vecchia's
+        approximation, for a fit that one to all rows of a map starts from) or ``"given"`` (whatever the ``mll`` does).
     :ivar rows: number of rows.
-    :ivar subset: the history of the fit to a random subset that this one started from, which may have one of its own;
-        None where it started from the model's parameters.
+    :ivar subset: the history of the fit that this one started from, to a random subset or by Vecchia's approximation,
+        which may have one of its own; None where it started from the model's parameters.
     :ivar widths: distance to which the exact loss of a step may lie below its loss; None where that is not known.
     :ivar restarts: steps at which the optimiser began anew: with another function (new pivots of the bound, probes
-        instead of it, it instead of probes, or the exact loss instead of them), or at the lower end of a fit from
+        instead of it, or the exact loss instead of them), or at the lower end of a fit from
         another start.
     :ivar notes: what was decided on the way.  A note that begins with "not sure" doubts that there is no lower loss:
         only one of the starts came to this one.
     :ivar bracket: two numbers between which the exact loss at the final parameters certainly is, by one more solve,
-        rounding included; with exact losses that number twice, as float64 rounds it; None where nothing is certain.
+        rounding included; with exact losses that number twice, as float64 rounds it; None where nothing is certain,
+        or where solves took neighbours, as it would be wide.
     :ivar by_other_probes: the loss at the final parameters by as many probes that no step has seen, and its standard
         error; None where the fit did not end with probes.  A fit of many parameters follows the errors of its own
         probes, and ends with a loss that is too low.
@@ -149,7 +150,8 @@ class FitHistory(Shown):
             return f"fit: no step, {self.reason}"
         before = ""
         if self.subset is not None and self.subset.losses:
-            before = f", started from {self.subset.rows} rows ({len(self.subset.losses)} steps)"
+            by = " by Vecchia's approximation" if self.subset.objective == "vecchia" else ""
+            before = f", started from {self.subset.rows} rows{by} ({len(self.subset.losses)} steps)"
         worth = " (but for a constant)" if self.objective == "samples" else self._worth()
         limits = f"; {self._limits()}" if self.at_limits else ""
         return (

@@ -145,18 +145,17 @@ def why_no_bound(acceleration: Acceleration) -> str:
     return "" if Bound.serves(choice) else f"{choice.name} has no pivots, or need not lie below the matrix"
 
 
-def new_bound(base: Objective, asked: str = "auto", limited: bool = True, held: bool = True) -> Bound:
+def new_bound(base: Objective, asked: str = "auto", limited: bool = True) -> Bound:
     """Return a bound whose pivots are chosen at its first loss.
 
     :param base: the model's own losses.
     :param asked: ``"bound"`` for as many columns as there may be, and no limit.
     :param limited: whether a first loss wider than :data:`WIDTH` is refused.
-    :param held: whether pivots are held; otherwise they are chosen anew where losses become wider than that.
     """
     assert base.acceleration is not None and base.acceleration.preconditioner is not None
     choice = Tightened(base=base.acceleration.preconditioner, slack=WIDTH / 2, hopeful=asked == "bound")
     nats = WIDTH * base.rows * _systems(base)
-    return Bound(choice, limit=nats if limited and asked != "bound" else None, redrawn=None if held else nats)
+    return Bound(choice, limit=nats if limited and asked != "bound" else None)
 
 
 def exact_objective(model: Any, mll: Any) -> Objective:

@@ -201,8 +201,7 @@ class Fit:
         if stage.kind == "exact":
             stage.objective = exact_objective(base.model, base.mll)
         elif stage.kind == "bound" and acceleration is not None:
-            held = stage.history.optimizer == "lbfgs"
-            stage.objective = base.by(new_bound(base, self.choices.objective, held=held))
+            stage.objective = base.by(new_bound(base, self.choices.objective))
         elif stage.kind == "samples" and acceleration is not None:
             samples = Samples(acceleration.own_solver(), self.choices.seed, self.choices.num_probes)
             stage.objective = base.by(samples)
@@ -359,7 +358,7 @@ class Fit:
         """Return the steps of the next run, which begins near a minimum where the inverse Hessian is known."""
         history, acceleration = stage.history, stage.base.acceleration
         steps = Steps(stage, bar, self.callback, self.record.began)
-        if history.optimizer == "lbfgs" and stage.kind == "bound" and len(history.restarts) < _RESTARTS:
+        if acceleration is not None and stage.kind == "bound" and len(history.restarts) < _RESTARTS:
             steps.widest = WIDTH
         if history.optimizer == "lbfgs" and stage.kind == "probes":
             steps.dearest = dearest(stage.base, self.choices.objective)
@@ -389,7 +388,7 @@ class Fit:
             history.reason = FLAT if starts.flatness(self.model, choices.seed) else SETTLED
         history.by_other_probes = stage.by_other_probes(choices.seed, choices.num_probes)
         history.bracket = stage.bracket()
-        return stage.take_tight_bound()
+        return False
 
     def _from_another_start(self, stage: Stage) -> bool:
         """Where a fit to few rows has settled, go to the end of one from another start; return whether it is lower."""

@@ -13,7 +13,7 @@ from ..report import shortfall_counted
 from .history import SETTLED, FitHistory
 from .minimise import STEEP, STUCK, InverseHessian
 from .objective import Objective
-from .plan import WIDTH, exact_objective, new_bound, why_no_bound
+from .plan import exact_objective, new_bound, why_no_bound
 from .starts import Revived
 from .steps import Steps
 
@@ -21,7 +21,6 @@ ENDED = (SETTLED, STUCK, STEEP)  # reasons of a fit that nothing has cut short
 _WORSE = 1.0  # nats a row by which the loss of more rows may be above that of fewer
 _TIGHT = 1e-7  # target of r^T P^-1 r of the last solve, as a share of the rows
 _OTHERS = 2**40  # added to the seed of a fit for probes that it has not seen
-_AT_LAST = "where that ended a bound had become tight: went on with it"
 
 
 @dataclass(eq=False)
@@ -29,7 +28,8 @@ class Stage:
     """One stage of a fit.
 
     :param base: the losses as the model computes them; those of an exact fit to some of the rows are exact.
-    :param kind: how losses are computed: ``"exact"``, ``"bound"``, ``"probes"``, ``"samples"``, ``"vecchia"`` or ``"given"``.
+    :param kind: how losses are computed: ``"exact"``, ``"bound"``, ``"probes"``, ``"samples"``, ``"vecchia"`` or
+        ``"given"``.
     :param history: records the stage.
     :param tol: the tolerance that its losses settle by.
     :param limit: the most steps.
@@ -37,7 +37,6 @@ class Stage:
     :param few: whether it precedes another one of few rows, which then judges its noise.
 
     :ivar objective: the losses that are minimised now.
-    :ivar routed: the kind of losses that the stage began with.
     :ivar several: whether other starts are compared.
     :ivar start: the parameters that the first start began with.
     :ivar steps: the steps of the latest run.
@@ -61,7 +60,7 @@ class Stage:
     revived: list[Revived] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.objective, self.routed = self.base, self.kind
+        self.objective = self.base
 
     @classmethod
     def exact(cls, twin: Any, tol: float, limit: int, few: bool = False) -> Stage:
@@ -129,7 +128,7 @@ class Stage:
         done = len(history.losses)
         restart = done > 0 and history.restarts[-1:] != [done]
         gap = f"{width:.2g} a row open with {bound.rank} columns"
-        if history.optimizer == "adam" or (done == steps.first and asked != "bound"):
+        if done == steps.first and asked != "bound":
             note = f"a bound would leave {gap}: log determinants were estimated with probes"
             self.go_on_with(self.base, "probes", note, restart)
         else:
@@ -147,21 +146,6 @@ class Stage:
             "exact",
             f"after {done} steps the solves of a loss took longer than a factorization: went on with those",
         )
-
-    def take_tight_bound(self) -> bool:
-        """Go on with a bound where a fit has ended with probes and a bound, once too wide, is not any more.
-
-        :returns: whether there is such a bound; a fit takes it once.
-        """
-        history, ends = self.history, self.history.bracket
-        if history.optimizer != "lbfgs" or history.reason not in ENDED or self.routed == self.kind:
-            return False
-        if ends is None or not ends[1] - ends[0] <= WIDTH:
-            return False
-        if self.base.acceleration is None or self.kind != "probes" or _AT_LAST in history.notes:
-            return False
-        self.go_on_with(self.base.by(new_bound(self.base)), "bound", _AT_LAST)
-        return True
 
     def by_other_probes(self, seed: int, count: int) -> tuple[float, float] | None:
         """Return the loss by probes that no step has seen, and its standard error; None without probes.
@@ -198,7 +182,7 @@ class Stage:
         for candidate in (base, exact_objective(base.model, base.mll)):
             bound = self.bound if candidate is base else None
             bound = new_bound(base, limited=False) if bound is None else bound
-            bound.certain, bound.share, bound.limit, bound.redrawn = True, _TIGHT, None, None
+            bound.certain, bound.share, bound.limit = True, _TIGHT, None
             bounded = candidate.by(bound)
             with shortfall_counted():
                 value = bounded.evaluate(gradient=False).value
