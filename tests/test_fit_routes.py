@@ -15,7 +15,8 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 
 import sketchgp
 from gp_models import SOLVED, Plain, data, iterative
-from sketchgp.fitting.plan import rows_before
+from sketchgp.fitting.objective import Objective
+from sketchgp.fitting.plan import by_neighbors, rows_before
 
 CG = sketchgp.ConjugateGradients(tol=1e-2)
 SKOTCH = sketchgp.Skotch(tol=1e-1, block_size=50)
@@ -162,3 +163,13 @@ def test_refused(solver: Any, arguments: dict[str, Any]) -> None:
     with pytest.raises(sketchgp.InputError):
         sketchgp.fit(model, iterations=1, **arguments)
     assert all(torch.equal(p, kept) for p, kept in zip(model.parameters(), before, strict=True))
+
+
+def test_the_look_at_a_model_leaves_its_running_means(monkeypatch):
+    """Whether a model is a map is seen by a forward pass in training mode, from which a normalisation would learn."""
+    model = build(910, CG)
+    model.norm = torch.nn.BatchNorm1d(2).double()
+    forward = type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda self, x: forward(self, self.norm(x)))
+    by_neighbors(Objective(model, None))
+    assert not model.norm.running_mean.any() and int(model.norm.num_batches_tracked) == 0

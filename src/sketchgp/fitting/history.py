@@ -141,6 +141,10 @@ class FitHistory(Shown):
             history = history.subset
         return doubts
 
+    def _before(self) -> str:
+        """Describe the losses of the fit that this one started from, where they are not of the same kind."""
+        return " by Vecchia's approximation" if self.subset and self.subset.objective == "vecchia" else ""
+
     def _limits(self) -> str:
         """Describe which hyperparameters ended on a limit."""
         return ", ".join(f"{name} at its limit {limit:g}" for name, limit in self.at_limits.items())
@@ -150,8 +154,7 @@ class FitHistory(Shown):
             return f"fit: no step, {self.reason}"
         before = ""
         if self.subset is not None and self.subset.losses:
-            by = " by Vecchia's approximation" if self.subset.objective == "vecchia" else ""
-            before = f", started from {self.subset.rows} rows{by} ({len(self.subset.losses)} steps)"
+            before = f", started from {self.subset.rows} rows{self._before()} ({len(self.subset.losses)} steps)"
         worth = " (but for a constant)" if self.objective == "samples" else self._worth()
         limits = f"; {self._limits()}" if self.at_limits else ""
         return (
@@ -169,7 +172,7 @@ class FitHistory(Shown):
         loss += self._worth()
         before = None
         if self.subset is not None and self.subset.losses:
-            before = f"a fit to {self.subset.rows:,} rows, {several(len(self.subset.losses), 'step')}"
+            before = f"a fit to {self.subset.rows:,} rows{self._before()}, {several(len(self.subset.losses), 'step')}"
         return Card.of(
             f"FitHistory: {self.rows:,} rows, by {self.optimizer}, objective {self.objective}",
             loss=loss,
