@@ -167,4 +167,5 @@ def test_exact_where_the_noise_is_tiny(kernel: Any, dtype: Any, noise: float, op
         matrix, cross = kernel(x).to_dense(), kernel(x, z).to_dense()
         root = torch.linalg.cholesky(matrix + noise * torch.eye(60, dtype=torch.float64))
         expected = kernel(z, diag=True) - torch.linalg.solve_triangular(root, cross, upper=False).square().sum(dim=0)
-    assert float((found - expected).abs().max()) < 0.01 * noise
+    # of the noise at training rows, and elsewhere of what is far above it
+    assert bool(((found - expected).abs() < 0.01 * noise + 1e-3 * (expected - noise).clamp(min=0)).all())
