@@ -186,7 +186,8 @@ def _variances_off(patch: MONKEY) -> None:
 
 def _product(patch: MONKEY) -> None:
     model, test = product_of_covariances(0.02)
-    with gpytorch.settings.max_cholesky_size(100), torch.no_grad():
+    budget = sketchgp.settings.memory_budget(2**18)
+    with gpytorch.settings.max_cholesky_size(100), torch.no_grad(), budget:
         sketchgp.accelerate(model)(*test)
 
 

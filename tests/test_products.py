@@ -1,4 +1,4 @@
-"""Products of covariances that GPyTorch approximates, in a model's forward, before the library sees them."""
+"""Products of covariances in a model's forward: exact where they fit in memory, and else approximated by GPyTorch."""
 
 from __future__ import annotations
 
@@ -9,30 +9,40 @@ import warnings
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import IndexKernel, LinearKernel, MaternKernel, ProductKernel, RBFKernel, RFFKernel, ScaleKernel
+from gpytorch.kernels import (
+    IndexKernel,
+    Kernel,
+    LinearKernel,
+    ProductKernel,
+    RBFKernel,
+    RFFKernel,
+    ScaleKernel,
+)
 
 import sketchgp
-from gp_models import TORCH_WARNINGS, Hadamard, Plain, _likelihood, data, scaled
+from gp_models import TORCH_WARNINGS, Combined, Hadamard, Plain, _likelihood, data, scaled
 from problems import points
 
 pytestmark = [*TORCH_WARNINGS, pytest.mark.filterwarnings("ignore:A not p.d.")]
 
+_FULL = sketchgp.settings.memory_budget(2**18)  # bytes, less than a matrix of 300 rows
+
 
 def _model(lengthscale):
+    """Tasks times features of a rough kernel, or times a linear kernel for None."""
     x, y, xt = data(300)
     tasks, tt = ((torch.arange(len(z)) % 2).unsqueeze(-1) for z in (x, xt))
     model = Hadamard((x, tasks), y, _likelihood(0.01)).double()
-    model.covar_module = ScaleKernel(
-        scaled(RBFKernel(), lengthscale) + scaled(MaternKernel(nu=2.5), lengthscale)
-    ).double()
+    parts = [] if lengthscale is None else [scaled(RFFKernel(300, num_dims=x.shape[-1]), lengthscale) for _ in "12"]
+    model.covar_module = ScaleKernel(parts[0] + parts[1] if parts else LinearKernel()).double()
     return model.eval(), (xt, tt)
 
 
 def test_an_approximated_product_is_told():
-    """The covariance of a sum of kernels times that of tasks: Lanczos with 100 columns, which rough kernels exceed."""
+    """The covariance of features times that of tasks: Lanczos with 100 columns, which rough kernels exceed."""
     model, test = _model(0.02)
     sketchgp.accelerate(model)
-    with gpytorch.settings.max_cholesky_size(100), torch.no_grad():
+    with gpytorch.settings.max_cholesky_size(100), torch.no_grad(), _FULL:
         with pytest.warns(sketchgp.ConvergenceWarning, match="Multiply the kernels instead"):
             model(*test)
         model.train()
@@ -40,26 +50,58 @@ def test_an_approximated_product_is_told():
             model(*model.train_inputs)
 
 
-def test_right_entries_do_not_hide_the_others():
-    """Of a task of hardly any variance the diagonal is right, whatever is left out of the inputs' covariance."""
-    model, test = _model(0.02)
-    model.task_covar_module.covar_factor.data = torch.tensor([[1.0], [1e-6]], dtype=torch.float64)
-    model.task_covar_module.var = torch.tensor([1e-2, 1e-9], dtype=torch.float64)
-    sketchgp.accelerate(model)
-    expected = pytest.warns(sketchgp.ConvergenceWarning, match="Multiply the kernels instead")
-    with gpytorch.settings.max_cholesky_size(100), torch.no_grad(), expected:
-        model(*test)
-
-
-def test_a_product_that_is_right_is_not():
-    model, test = _model(1.0)
+def test_a_product_of_low_rank_is_not():
+    """GPyTorch multiplies roots of both, which are exact."""
+    model, test = _model(None)
     with torch.no_grad():
         expected = model(*test).mean
         sketchgp.accelerate(model, solver=sketchgp.ConjugateGradients(tol=1e-6))
-        with gpytorch.settings.max_cholesky_size(100), warnings.catch_warnings():
+        with gpytorch.settings.max_cholesky_size(100), warnings.catch_warnings(), _FULL:
             warnings.simplefilter("error", sketchgp.ConvergenceWarning)
             found = model(*test).mean
     assert float((found - expected).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("limit", [0, 800])
+@pytest.mark.parametrize("lengthscale", [None, 0.02])
+def test_products_that_fit_in_memory_are_exact(lengthscale, limit):
+    """GPyTorch's factors, of a linear kernel and of tasks, have jitter: a variance was off by 5% of the noise."""
+    model, test = _model(lengthscale)
+    model.likelihood.noise_covar.register_constraint("raw_noise", gpytorch.constraints.Positive())
+    model.likelihood.noise = 1e-6
+    noise, tasks = 1e-6 * torch.eye(300, dtype=torch.float64), model.task_covar_module
+    with torch.no_grad():
+        table = tasks.covar_factor @ tasks.covar_factor.mT + tasks.var.diag()
+
+        def product(a, b):
+            return model.covar_module(a[0], b[0]).to_dense() * table[a[1][:, 0]][:, b[1][:, 0]]
+
+        train = model.train_inputs
+        cross = product(train, test)
+        half = torch.linalg.solve_triangular(torch.linalg.cholesky(product(train, train) + noise), cross, upper=False)
+        expected = product(test, test).diagonal() - half.square().sum(0)
+        sketchgp.accelerate(model)
+        with gpytorch.settings.max_cholesky_size(limit):
+            found = model(*test).variance
+    assert float(((found - expected) / (expected + 1e-6)).abs().max()) < 2e-3
+
+
+class _Called(Kernel):
+    has_lengthscale = True
+
+    def forward(self, x1, x2, diag=False, **options):
+        return (-self.covar_dist(x1 / self.lengthscale, x2 / self.lengthscale, diag=diag, **options)).exp()
+
+
+def test_factors_of_a_product_keep_their_digits_beside_a_far_row():
+    """GPyTorch's distances of equal rows are 0.0005 beside one at 1e5, and the gradient of the lengthscale was -3."""
+    x = torch.tensor([[0.0060923, 0.0056112]], dtype=torch.float64).repeat(5, 1)
+    x[-1] += 1e5
+    model = Combined(x, 10 * torch.ones(5).double(), _likelihood(0.001), _Called(), RBFKernel(), True).double()
+    sketchgp.accelerate(model)
+    loss = -sketchgp.ExactMarginalLogLikelihood(model.likelihood, model)(model(x), model.train_targets)
+    loss.backward()
+    assert abs(float(model.first.raw_lengthscale.grad)) < 1e-6
 
 
 @pytest.mark.parametrize(("n", "budget"), [(200, None), (900, None), (900, 2**20)])

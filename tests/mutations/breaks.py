@@ -796,10 +796,10 @@ BREAKS = (
         "the determinant counts one output only",
     ),
     Break(
-        "error = float((diagonal - expected).abs().max() / largest)",
-        "error = float((diagonal - expected).abs().min() / largest)",
+        "return to_dense(value) if fits and not isinstance(value, RootLinearOperator) else value",
+        "return value",
         ("test_products.py",),
-        "one right entry hides the wrong ones",
+        "covariances in a product get GPyTorch's jitter",
     ),
     Break(
         "return type(model).__bases__[1].__call__ is not ExactGP.__call__",

@@ -85,21 +85,48 @@ def _added(parts: Sequence[Any]) -> Any:
 
 def _call(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Any:
     parts = [part for part in kernel.modules() if isinstance(part, Kernel)]
-    with KERNELS, _exact_distances(parts), settings.lazily_evaluate_kernels(False) if parts[1:] else nullcontext():
-        return kernel.forward(x1, x2, **options)
+    with KERNELS, settings.lazily_evaluate_kernels(False) if parts[1:] else nullcontext():
+        measuring = [part for part in parts if getattr(part.covar_dist, "__func__", None) is Kernel.covar_dist]
+        with _replaced(measuring, "covar_dist", _distances):
+            return kernel.forward(x1, x2, **options)
 
 
 @contextmanager
-def _exact_distances(kernels: Sequence[Kernel]) -> Iterator[None]:
-    """Let kernels that measure distances by GPyTorch's ``covar_dist`` measure them by :func:`_distances`."""
-    changed = [part for part in kernels if getattr(part.covar_dist, "__func__", None) is Kernel.covar_dist]
-    for part in changed:
-        part.__dict__["covar_dist"] = partial(_distances, part)
+def _replaced(kernels: Sequence[Kernel], name: str, function: Any) -> Iterator[None]:
+    """Let a function, called with the kernel first, take the place of a method of some kernels."""
+    for part in kernels:
+        part.__dict__[name] = partial(function, part)
     try:
         yield
     finally:
-        for part in changed:
-            del part.__dict__["covar_dist"]
+        for part in kernels:
+            del part.__dict__[name]
+
+
+@contextmanager
+def evaluated_in(model: nn.Module) -> Iterator[None]:
+    """Evaluate by :func:`forward` what the model's own ``forward`` evaluates, as it does for a product of covariances.
+
+    Covariances with a structure are stored where they fit the memory budget: GPyTorch multiplies factors with jitter.
+    """
+    inside = False
+
+    def evaluate(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Any:
+        nonlocal inside
+        if inside or options.get("diag"):
+            return type(kernel).forward(kernel, x1, x2, **options)
+        inside = True
+        try:
+            value = evaluated(forward(kernel, x1, x2, **{k: v for k, v in options.items() if v is not False}))
+        finally:
+            inside = False
+        fits = value.shape.numel() * x1.dtype.itemsize <= memory_budget.value(x1.device)
+        return to_dense(value) if fits and not isinstance(value, RootLinearOperator) else value
+
+    with KERNELS:
+        parts = [part for part in model.modules() if isinstance(part, Kernel) and "forward" not in part.__dict__]
+        with _replaced(parts, "forward", evaluate):
+            yield
 
 
 def _distances(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False,

@@ -329,8 +329,8 @@ def solved_by_us(covariance: Any) -> bool:
 def as_kernel_matrix(operator: Any, matmul: str, precision: str = "float32") -> Any:
     """Return GPyTorch's unevaluated covariance with its plain kernel matrices replaced by :class:`KernelMatrix`.
 
-    Elementwise products of two covariances, whose products GPyTorch approximates by Lanczos (1.6e-2 relative error
-    measured), are stored densely where they fit the memory budget.  Everything else is returned as it is.
+    Elementwise products of two roots are stored where they fit the memory budget.  Everything else is returned as it
+    is.
     """
     if isinstance(operator, LazyEvaluatedKernelTensor):
         matrix = KernelMatrix.from_lazy(operator, matmul, precision)
@@ -343,6 +343,5 @@ def as_kernel_matrix(operator: Any, matmul: str, precision: str = "float32") -> 
         )
     fits = operator.shape.numel() * operator.dtype.itemsize <= memory_budget.value(operator.device)
     if type(operator) is MulLinearOperator and fits:
-        parts = [as_kernel_matrix(op, matmul, precision) for op in (operator.left_linear_op, operator.right_linear_op)]
-        return DenseLinearOperator(to_dense(parts[0]) * to_dense(parts[1]))
+        return DenseLinearOperator(to_dense(operator.left_linear_op) * to_dense(operator.right_linear_op))
     return operator

@@ -6,28 +6,19 @@ isinstance, state_dict keys and every method stay as they were.  Pickling and co
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
-from linear_operator.operators import (
-    AddedDiagLinearOperator,
-    CholLinearOperator,
-    LinearOperator,
-    MulLinearOperator,
-    RootLinearOperator,
-)
-from torch import Tensor
+from linear_operator.operators import AddedDiagLinearOperator, LinearOperator, MulLinearOperator, RootLinearOperator
 
 from ...cards import Card, choice, shape, tensor_kind
 from ...checks import found
 from ...density import log_density
 from ...errors import ConvergenceWarning, InputError, warn
-from ...operators.lazies import adopt_kernels
-from ...operators.tiles import spans
+from ...operators.lazies import adopt_kernels, evaluated_in
 from ...solvers import Cholesky
 from ..lazy_covariance import LazyCovariance, NoisyCovariance
 from ..prediction import Prediction
@@ -40,8 +31,6 @@ from .targets import check_noise, check_reduced, check_value
 from .threshold import cholesky_points
 
 _MIN_VARIANCE = {torch.float32: 1e-6, torch.float64: 1e-10}  # GPyTorch's defaults
-_ROWS = 64  # of a block that is evaluated alone: fewer than the columns of an approximate factor
-_TOLERANCE = 1e-5  # relative error of a diagonal
 _subclasses: dict[tuple[type, type], type] = {}
 
 
@@ -115,15 +104,23 @@ class AcceleratedModel(_Accelerated):
         return model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        prior = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not isinstance(prior, MultivariateNormal) or not is_accelerated(self):
+        if not is_accelerated(self):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        prior = self._own_forward(*args, **kwargs)
+        if not isinstance(prior, MultivariateNormal):
             return prior
         acceleration: Acceleration = self.__dict__[ATTRIBUTE]
         covariance = prior.lazy_covariance_matrix
         adopt_kernels(covariance)
         small = covariance.shape[-1] <= cholesky_points() and not acceleration.density.always
-        if not small:
-            _check_products(super().forward, args, covariance)  # type: ignore[misc]
+        if not small and _approximates(covariance):
+            warn(
+                "The elementwise product of two covariances in the model's forward was approximated by GPyTorch before "
+                "sketchgp saw it. Multiply the kernels instead of their covariances, with active_dims for the inputs "
+                "of each.",
+                ConvergenceWarning,
+                see="product-of-covariances",
+            )
         # what is factorized below float64 is factorized in float64, from kernels that can be evaluated in it
         factorized = small or isinstance(acceleration.solver, Cholesky)
         accurate = factorized and not self.training and covariance.dtype != torch.float64  # type: ignore[attr-defined]
@@ -137,12 +134,16 @@ class AcceleratedModel(_Accelerated):
         prior.__class__ = accelerated_class(type(prior), AcceleratedDistribution)
         return prior
 
+    def _own_forward(self, *args: Any, **kwargs: Any) -> Any:
+        with evaluated_in(self):  # type: ignore[arg-type]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
     def prior_at(self, x: Any, convert: bool = False) -> Any:
         """Return the prior of the model's own forward at x.
 
         :param convert: whether its covariance is made of kernel matrices, however few the points are.
         """
-        prior, acceleration = super().forward(x), self.__dict__[ATTRIBUTE]  # type: ignore[misc]
+        prior, acceleration = self._own_forward(x), self.__dict__[ATTRIBUTE]
         covariance = prior.lazy_covariance_matrix
         adopt_kernels(covariance)
         if convert and type(prior) is MultivariateNormal:
@@ -313,42 +314,13 @@ def _blank(mixin: type, base: type) -> Any:
     return object.__new__(cls)
 
 
-def _holds_factor(operator: Any) -> bool:
-    """Return True if a product in the operator has a factor that may be an approximation."""
-    if isinstance(operator, MulLinearOperator):
-        sides = operator.left_linear_op, operator.right_linear_op
-        return any(isinstance(side, RootLinearOperator) and not isinstance(side, CholLinearOperator) for side in sides)
-    return isinstance(operator, LinearOperator) and any(_holds_factor(part) for part in operator._args)
+def _approximates(operator: Any) -> bool:
+    """Return True if a product of covariances with a structure, which did not fit in memory, was cut off.
 
-
-@torch.no_grad()
-def _check_products(forward: Callable[..., Any], inputs: tuple[Tensor, ...], covariance: Any) -> None:
-    """Warn where GPyTorch has approximated an elementwise product of covariances before the library saw it.
-
-    ``first.mul(second)`` of two operators with structure of their own (the covariance of a scaled sum or product of
-    kernels, and that of an ``IndexKernel``) factorizes both, above ``max_cholesky_size`` rows by Lanczos, with at most
-    100 columns.  Where the kernels are rough that is another matrix.
-
-    The diagonal is computed anew from blocks of rows that are few enough for a factor without error; an approximation
-    by projection lies below it.
-
-    :param forward: the model's own; :param inputs: its arguments; :param covariance: its result.
+    GPyTorch factorizes both by Lanczos, with so many columns at most.  Where the kernels are rough that is another
+    matrix.
     """
-    if not _holds_factor(covariance):
-        return
-    diagonal = covariance.diagonal(dim1=-1, dim2=-2)
-    parts = []
-    for rows in spans(diagonal.shape[-1], _ROWS):
-        alone = forward(*(x[..., rows, :] for x in inputs)).lazy_covariance_matrix
-        parts.append(alone.diagonal(dim1=-1, dim2=-2))
-    expected = torch.cat(parts, dim=-1)
-    largest = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
-    error = float((diagonal - expected).abs().max() / largest)
-    if error > max(_TOLERANCE, 100 * torch.finfo(expected.dtype).eps):
-        warn(
-            "The elementwise product of two covariances in the model's forward was approximated by GPyTorch before "
-            f"sketchgp saw it: its diagonal is off by {error:.1e} of its largest entry, and answers may be by more. "
-            "Multiply the kernels instead of their covariances, with active_dims for the inputs of each.",
-            ConvergenceWarning,
-            see="product-of-covariances",
-        )
+    if isinstance(operator, MulLinearOperator):
+        roots = [side.root for side in operator._args if isinstance(side, RootLinearOperator)]
+        return any(settings.max_root_decomposition_size.value() <= root.shape[-1] < root.shape[-2] for root in roots)
+    return isinstance(operator, LinearOperator) and any(_approximates(part) for part in operator._args)
