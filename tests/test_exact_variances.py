@@ -169,3 +169,24 @@ def test_exact_where_the_noise_is_tiny(kernel: Any, dtype: Any, noise: float, op
         expected = kernel(z, diag=True) - torch.linalg.solve_triangular(root, cross, upper=False).square().sum(dim=0)
     # of the noise at training rows, and elsewhere of what is far above it
     assert bool(((found - expected).abs() < 0.01 * noise + 1e-3 * (expected - noise).clamp(min=0)).all())
+
+
+def test_a_bound_outlives_rounding() -> None:
+    """Rounding leaves eigenvalues of ``P^-1 A`` a little below 1: their bound of 1 was lost, and 2.5% of a variance."""
+    generator = torch.Generator().manual_seed(2)
+    x, z = (torch.randn(rows, 1, generator=generator, dtype=torch.float64) / 2 - 26 for rows in (110, 60))
+    piecewise, matern = kernels.PiecewisePolynomialKernel(q=1), kernels.MaternKernel(1.5)
+    piecewise.lengthscale, matern.lengthscale = 3.0, 2.0
+    linear = kernels.LinearKernel()
+    linear.variance = 1 / 26**2
+    likelihood = GaussianLikelihood(noise_constraint=gpytorch.constraints.Positive())
+    model = Plain(x, x[:, 0].sin(), likelihood, linear * piecewise * matern).double()
+    likelihood.noise = 1e-9
+    sketchgp.accelerate(model, preconditioner=sketchgp.GreedyCholesky())
+    with gpytorch.settings.max_cholesky_size(5), torch.no_grad():
+        found = model.eval()(z).variance
+        matrix, cross = (model.covar_module(x, other).to_dense() for other in (x, z))
+        root = torch.linalg.cholesky(matrix + likelihood.noise * torch.eye(110, dtype=torch.float64))
+        half = torch.linalg.solve_triangular(root, cross, upper=False)
+        expected = model.covar_module(z, diag=True) - half.square().sum(dim=0)
+    assert float(((found - expected).abs() / expected).max()) < 0.0101

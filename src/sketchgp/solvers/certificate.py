@@ -41,6 +41,7 @@ class Certificate:
     :ivar factor: P, where it is certain to lie below A; else None.
     :ivar known: False where nothing is certain: the noise is not positive or near the roundoff of K, or the entries of
         K are not a kernel's to float64.
+    :ivar slack: ``(..., 1)``, below the eigenvalues of ``P^-1 A``, which rounding leaves a little below 1.
     :ivar scale: ``(..., 1)``, the largest ``(k(x, x) / noise)^1/2``: no prediction at a point of such a prior variance
         is further from the exact one, in deviations of an observation, than that times the bound.
     """
@@ -61,13 +62,14 @@ class Certificate:
         if preconditioner is not None and below and exact:
             shifted = (preconditioner.diagonal_part.unsqueeze(-1) > noise * (1 + 4 * _EPS)).any()
             self.factor = None if bool(shifted) else preconditioner
+        if rounding is None and self.factor is None:
+            return
+        prior, least = diagonal(system.operator).to(torch.float64).clamp(min=0), noise.amin(dim=-2)
+        self.slack = 1 - _BELOW * _EPS * prior.sum(dim=-1, keepdim=True) / least
         if rounding is None:
             return
-        prior = diagonal(system.operator).to(torch.float64).clamp(min=0)
         self.root = space.own(prior.sqrt().unsqueeze(-1))
-        least = noise.amin(dim=-2)
         self.scale = (prior.amax(dim=-1, keepdim=True) / least).sqrt()
-        self.slack = 1 - _BELOW * _EPS * prior.sum(dim=-1, keepdim=True) / least
         self.known = bool((self.slack > 0.5).all())
         self.entries, self.sums = space.own(rounding[0].unsqueeze(-1)), summing(system.n)
 

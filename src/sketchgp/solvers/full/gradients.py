@@ -373,7 +373,8 @@ class Gradients(Cycles):
             return torch.zeros_like(self.norm[..., :1])
         if self.preconditioner is None:
             return self.goal.least
-        return torch.full_like(self.goal.least, 0.0 if self.certificate.factor is None else 1.0)
+        unknown = self.certificate.factor is None
+        return torch.zeros_like(self.goal.least) if unknown else self.certificate.slack.clamp(min=0)
 
     def _follow_energy(self, taken: Tensor, least: Tensor, usable: Tensor, index: Tensor) -> None:
         """Count what an iteration took off the energy of its columns, and estimate what is still to come.
