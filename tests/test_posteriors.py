@@ -10,7 +10,7 @@ import warnings
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import LinearKernel, MaternKernel, RBFKernel
+from gpytorch.kernels import LinearKernel, MaternKernel, RBFKernel, ScaleKernel
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from gpytorch.means import ZeroMean
 
@@ -558,6 +558,20 @@ def test_means_of_sums_of_linear_kernels_in_float32():
         weights = torch.linalg.solve(v * x @ x.mT + noise * torch.eye(len(x)), model.train_targets.double() - level)
         found = sketchgp.predict(model, test, variance=None).mean
     assert torch.allclose(found.double(), level + v * z @ (x.mT @ weights), rtol=0, atol=1e-5)
+
+
+def test_variances_of_nested_linear_kernels_in_float32():
+    """A scale was rounded otherwise between different points: variances were twice too large, at 1% of the noise."""
+    first, second = ScaleKernel(LinearKernel()), LinearKernel()
+    model, test = make(noise=1e-6, dtype=torch.float32, kernel=ScaleKernel(first + second))
+    first.outputscale, model.covar_module.outputscale = 5.2, 0.285
+    x, z = model.train_inputs[0].double(), test.double()
+    with torch.no_grad():
+        both = (part.variance.double().squeeze() for part in (first.base_kernel, second))
+        v = model.covar_module.outputscale.double() * (first.outputscale.double() * next(both) + next(both))
+        weights = torch.linalg.inv(x.mT @ x / model.likelihood.noise.double() + torch.eye(x.shape[1]) / v)
+        found = model(test).variance
+    assert torch.allclose(found.double(), (z @ weights * z).sum(dim=1), rtol=1e-4, atol=1e-9)
 
 
 def test_sums_of_low_rank_kernels():

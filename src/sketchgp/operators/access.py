@@ -16,7 +16,6 @@ from linear_operator.operators import (
     KernelLinearOperator,
     LinearOperator,
     MulLinearOperator,
-    PsdSumLinearOperator,
     SumLinearOperator,
 )
 from torch import Tensor
@@ -25,13 +24,12 @@ from ..row_sources import blocks
 from .engines import DENSE, TRITON, choose
 from .generic_tiles import call
 from .kernel_matrix import KernelMatrix
-from .lazies import keeps_gradients, without_keops
+from .lazies import SUMS, keeps_gradients, without_keops
 from .pairs import take
 from .products import part_of_rows
 from .profiles import MATERN
 from .tiles import spans
 
-SUMS = (SumLinearOperator, PsdSumLinearOperator)
 _SMALL = 2**22  # entries of a float64 matrix that is evaluated whole, and not by tiles
 _BLOCK = 512  # rows of a block whose diagonal is taken
 _GATHERED = {"cpu": 2**20, "cuda": 2**26}  # entries of a stored matrix gathered at once: on CPUs, while in cache

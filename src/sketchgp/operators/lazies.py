@@ -24,6 +24,7 @@ from linear_operator.operators import (
     ConstantMulLinearOperator,
     DenseLinearOperator,
     LinearOperator,
+    MatmulLinearOperator,
     MulLinearOperator,
     PsdSumLinearOperator,
     RootLinearOperator,
@@ -37,6 +38,7 @@ from ..settings import memory_budget
 from .centre import Centre
 
 KERNELS = threading.RLock()  # held while a kernel of the user's runs, or has other parameters than its own
+SUMS = (SumLinearOperator, PsdSumLinearOperator)
 _FEATURES = 8  # up to which differences take no longer than the other steps of a kernel
 
 
@@ -51,15 +53,12 @@ def forward(kernel: Kernel, x1: Tensor, x2: Tensor, apart: bool = True, **option
     :param options: what else the kernel is told.
     """
     if type(kernel) is ScaleKernel and not options:
-        scale = kernel.outputscale
         value = evaluated(forward(kernel.base_kernel, x1, x2, apart), apart)
-        if isinstance(value, MulLinearOperator) and scale.numel() > 1:  # which knows no batch of constants
-            return ConstantMulLinearOperator(value, scale)
-        return value * scale.reshape(*scale.shape, 1, 1)
+        return _scaled(value, kernel.outputscale[..., None, None])
     if type(kernel) in (AdditiveKernel, ProductKernel) and not options:
         parts = []
         for part in kernel.kernels:
-            a, b = _active(part, x1, x2)
+            a, b = (x if part.active_dims is None else x.index_select(-1, part.active_dims) for x in (x1, x2))
             parts.append(to_linear_operator(evaluated(forward(part, a, b, apart), apart)))
         if type(kernel) is AdditiveKernel:
             return _added(parts)
@@ -69,6 +68,20 @@ def forward(kernel: Kernel, x1: Tensor, x2: Tensor, apart: bool = True, **option
             dense = size <= memory_budget.value(x1.device) or not torch.equal(x1, x2)
         return reduce(mul, map(to_dense, parts) if dense else parts)
     return _call_apart(kernel, x1, x2) if apart and not options else _call(kernel, x1, x2, **options)
+
+
+def _scaled(value: Any, scale: Tensor) -> Any:
+    """Multiply an evaluated covariance, both factors of features by the root of the scale.
+
+    GPyTorch does so where the points are equal.  Elsewhere float32 would round the scale otherwise.
+    """
+    if isinstance(value, MulLinearOperator) and scale.numel() > 1:  # which knows no batch of constants
+        return ConstantMulLinearOperator(value, scale[..., 0, 0])
+    if type(value) in SUMS:
+        return SumLinearOperator(*(_scaled(part, scale) for part in value.linear_ops))
+    if type(value) is MatmulLinearOperator:
+        return MatmulLinearOperator(value.left_linear_op * scale.sqrt(), value.right_linear_op * scale.sqrt())
+    return value * scale
 
 
 def _added(parts: Sequence[Any]) -> Any:
@@ -150,7 +163,8 @@ def _call_apart(kernel: Kernel, x1: Tensor, x2: Tensor) -> Any:
     gives an operator with structure is called with all rows.
     """
     groups = Centre(x2).groups(x1) if x1.shape[-2] > 1 and x1.is_floating_point() else None
-    if groups is None or not _is_dense(_call(kernel, x1[..., :2, :], x2[..., :2, :])):
+    few = None if groups is None else to_linear_operator(_call(kernel, x1[..., :2, :], x2[..., :2, :]))
+    if groups is None or type(few) is not DenseLinearOperator:
         return _call(kernel, x1, x2)
     outputs = kernel.num_outputs_per_input(x1, x2)
     same = x1 is x2 or torch.equal(x1, x2)
@@ -170,15 +184,6 @@ def _entries(points: Tensor, outputs: int) -> Tensor:
     return (points.unsqueeze(-1) * outputs + torch.arange(outputs, device=points.device)).reshape(-1)
 
 
-def _is_dense(value: Any) -> bool:
-    return torch.is_tensor(value) or type(value) is DenseLinearOperator
-
-
-def _active(kernel: Kernel, *inputs: Tensor) -> list[Tensor]:
-    dims = kernel.active_dims
-    return [x if dims is None else x.index_select(-1, dims) for x in inputs]
-
-
 def evaluated(value: Any, apart: bool = True) -> Any:
     """Return a tensor or operator with every unevaluated kernel in it evaluated.
 
@@ -196,7 +201,7 @@ def evaluated(value: Any, apart: bool = True) -> Any:
         return value
     parts = [new if torch.is_tensor(old) else to_linear_operator(new) if torch.is_tensor(new) else new
              for new, old in zip(parts, before, strict=True)]  # fmt: skip
-    if isinstance(value, SumLinearOperator) and type(value) in (SumLinearOperator, PsdSumLinearOperator):
+    if type(value) in SUMS:
         return _added(parts)
     return value.__class__(*parts, **value._kwargs)
 

@@ -19,8 +19,8 @@ from ...inference import explained
 from ...inference.calibrated import Calibrated
 from ...inference.pathwise import PosteriorDeviations
 from ...operators import KernelMatrix, LowRankPlusDiagonal
-from ...operators.access import SUMS
 from ...operators.first_order import first_order, in_callers_context
+from ...operators.lazies import SUMS
 from ...report import Reason, SolveReport, shortfall_counted, warn_of
 from ...settings import memory_budget
 from ...solvers import Budgeted, Cholesky, ConjugateGradients, System
