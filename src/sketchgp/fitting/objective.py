@@ -188,12 +188,13 @@ class Objective:
 
 
 class ModelState:
-    """The parts of a model that a fit changes: parameters, modes, gradients, and its prediction strategy."""
+    """The parts of a model that a fit changes: parameters, buffers, modes, gradients, and its prediction strategy."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.strategy = model, model.prediction_strategy
         self.modes = [(part, part.training) for part in model.modules()]
         self.parameters = [(p, p.grad, p.detach().clone()) for p in model.parameters()]
+        self.buffers = [(b, b.detach().clone()) for b in model.buffers()]  # running means of normalisations
 
     def put_back(self) -> None:
         """Give the model this state again."""
@@ -204,4 +205,7 @@ class ModelState:
             parameter.grad = gradient
             if not torch.equal(parameter, value):
                 parameter.data.copy_(value)
+        for buffer, value in self.buffers:
+            if not torch.equal(buffer, value):
+                buffer.data.copy_(value)
         self.model.prediction_strategy = self.strategy

@@ -111,16 +111,13 @@ def by_neighbors(base: Objective) -> Vecchia | None:
 
 def _training_covariance(model: Any) -> Any:
     """Return the evaluated covariance of all targets, without gradients; the model is left as it was."""
-    before, learned = ModelState(model), [(buffer, buffer.clone()) for buffer in model.buffers()]
+    before = ModelState(model)
     try:
         with torch.inference_mode(False), torch.no_grad():
             marginal = marginal_of_all(model.likelihood, model.train()(*model.train_inputs))
             return marginal.lazy_covariance_matrix.evaluate_kernel()
     finally:
         before.put_back()
-        for buffer, value in learned:  # running means of normalisations
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
 
 
 def _systems(objective: Objective) -> int:
