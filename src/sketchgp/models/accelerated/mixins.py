@@ -321,6 +321,7 @@ def _approximates(operator: Any) -> bool:
     matrix.
     """
     if isinstance(operator, MulLinearOperator):
-        roots = [side.root for side in operator._args if isinstance(side, RootLinearOperator)]
+        sides = operator.left_linear_op, operator.right_linear_op
+        roots = [side.root for side in sides if isinstance(side, RootLinearOperator)]
         return any(settings.max_root_decomposition_size.value() <= root.shape[-1] < root.shape[-2] for root in roots)
     return isinstance(operator, LinearOperator) and any(_approximates(part) for part in operator._args)
