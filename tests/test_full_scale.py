@@ -151,11 +151,12 @@ def test_unusual_rows(what, dtype):
     x = CASES[what].to(dtype)
     kernel, y = KERNELS["matern"]().to(dtype), normal(len(x), seed=1).to(dtype)
     for choice in (FullScale(), FullScale(rank=0, neighbors=3), FullScale(rank=5, neighbors=4)):
-        solution = ConjugateGradients(tol=1e-3).solve(FullProblem(kernel, x, y, 1e-2), preconditioner=choice)
+        tol = 1e-4 if dtype == torch.float64 else 1e-3  # float32 rounds solutions by a residual of 1e-4
+        solution = ConjugateGradients(tol=tol).solve(FullProblem(kernel, x, y, 1e-2), preconditioner=choice)
         exact = dense_kernel(kernel.double(), x.double()).detach() + 1e-2 * identity(len(x))
         kernel.to(dtype)
         residual = y.double() - exact @ solution.value.double()
-        assert solution.report.converged and float(residual.norm() / y.double().norm()) < 2e-3, choice
+        assert solution.report.converged and float(residual.norm() / y.double().norm()) < 2 * tol, choice
 
 
 def test_fewer_iterations_on_a_map_at_equal_memory():
