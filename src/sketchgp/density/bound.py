@@ -163,8 +163,10 @@ class Bound(LogDensity):
             a preconditioner with neighbours.
         """
         noise = operator.noise
-        if self.limit is not None and not self.rank and not self.serves(operator.acceleration.resolved(operator)):
-            raise TooWide("Low-rank factors leave more of this matrix than a preconditioner with neighbours.")
+        if self.limit is not None and not self.rank:
+            of_solves = operator.acceleration.preconditioner.resolved(Access(operator.kernel_matrix), noise)
+            if not self.serves(of_solves):
+                raise TooWide("Low-rank factors leave more of this matrix than a preconditioner with neighbours.")
         kernel = evaluated_accurately(operator.kernel_matrix)
         prior = Access(kernel).diagonal()
         preconditioner = self._preconditioner(kernel, noise, prior.detach())

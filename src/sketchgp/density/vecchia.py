@@ -24,12 +24,13 @@ class Vecchia(LogDensity):
     :param choice: of the neighbours.
     """
 
+    cache: PreconditionerCache
+
     def __init__(self, choice: FullScale) -> None:
         self.cache = PreconditionerCache(choice)
 
     def inv_quad_logdet(self, operator: Any, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``r^T P^-1 r`` of each column and ``log det P``, float64; see :class:`LogDensity`."""
-        assert self.cache is not None
         with self.cache.holding():
             built: Any = self.cache.get(operator.kernel_matrix, operator.noise, torch.is_grad_enabled())
         return _InvQuadLogdet.apply(built, columns.to(torch.float64), *built.tensors)

@@ -52,8 +52,7 @@ class FitHistory(Shown):
         which may have one of its own; None where it started from the model's parameters.
     :ivar widths: distance to which the exact loss of a step may lie below its loss; None where that is not known.
     :ivar restarts: steps at which the optimiser began anew: with another function (new pivots of the bound, probes
-        instead of it, or the exact loss instead of them), or at the lower end of a fit from
-        another start.
+        instead of it, or the exact loss instead of them), or at the lower end of a fit from another start.
     :ivar notes: what was decided on the way.  A note that begins with "not sure" doubts that there is no lower loss:
         only one of the starts came to this one.
     :ivar bracket: two numbers between which the exact loss at the final parameters certainly is, by one more solve,

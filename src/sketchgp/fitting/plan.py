@@ -20,7 +20,7 @@ from ..models.accelerated.threshold import cholesky_points, threshold_untouched
 from ..models.copies import copied
 from ..operators.access import Access
 from ..preconditioners import FullScale
-from ..preconditioners.automatic import full_scale_of_map
+from ..preconditioners.automatic import is_map
 from ..random_streams import generator
 from ..settings import memory_budget
 from ..solvers import Cholesky
@@ -105,8 +105,8 @@ def by_neighbors(base: Objective) -> Vecchia | None:
     covariance = _training_covariance(base.model)
     if not isinstance(covariance, AcceleratedAddedDiagLinearOperator):
         return None
-    map_like = full_scale_of_map(Access(covariance.kernel_matrix), covariance.noise) is not None
-    return Vecchia(FullScale(rank=0, neighbors=_NEIGHBORS)) if map_like else None
+    near = is_map(Access(covariance.kernel_matrix), covariance.noise)
+    return Vecchia(FullScale(rank=0, neighbors=_NEIGHBORS)) if near else None
 
 
 def _training_covariance(model: Any) -> Any:

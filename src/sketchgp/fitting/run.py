@@ -303,11 +303,11 @@ class Fit:
             try:
                 before = self._run(stage)
             except RuntimeError:
-                near = stage.kind == "vecchia"
-                asked = self.choices.start == "subset" and stages[-2:-1] == [stage] and not near
+                copies = [one for one in stages if one.base.model is not self.model]
+                asked = self.choices.start == "subset" and stage in copies[-1:]
                 if stage.full or stage.history.losses or asked:
                     raise
-                if not near:
+                if stage in copies:
                     before = self.kept = None  # a forward that holds what no copy converts
                 stages[stages.index(stage) + 1].history.subset = None
 
@@ -323,8 +323,10 @@ class Fit:
             tqdm(total=stage.limit, desc=title, unit="step", disable=not self.show, leave=False) as bar,
         ):
             self._minimise(stage, bar)
-            while stage.full and self._goes_on(stage):
-                self._minimise(stage, bar)
+            if stage.full:
+                if self._from_another_start(stage):
+                    self._minimise(stage, bar)
+                self._judge_end(stage)
         if stage.history.reason == STOPPED and not stage.full:
             raise _Stopped
         if not stage.full and stage.base.acceleration is not None:
@@ -379,16 +381,13 @@ class Fit:
         density = stage.objective.density
         acceleration.solutions = None if density is None else density.solutions
 
-    def _goes_on(self, stage: Stage) -> bool:
-        """Judge the end of the stage on all rows; return whether it goes on, from another start or with a bound."""
+    def _judge_end(self, stage: Stage) -> None:
+        """Record what the last loss of the stage on all rows is worth."""
         history, choices = stage.history, self.choices
-        if self._from_another_start(stage):
-            return True
         if stage.flat and history.reason == SETTLED:
             history.reason = FLAT if starts.flatness(self.model, choices.seed) else SETTLED
         history.by_other_probes = stage.by_other_probes(choices.seed, choices.num_probes)
         history.bracket = stage.bracket()
-        return False
 
     def _from_another_start(self, stage: Stage) -> bool:
         """Where a fit to few rows has settled, go to the end of one from another start; return whether it is lower."""

@@ -17,12 +17,11 @@ _LEFT = 2.0  # of the noise, that pivots leave of a row in the mean: below it mo
 _RANK = 64  # columns beside neighbours: on maps the time hardly depends on them from 0 to 150
 
 
-def full_scale_of_map(matrix: Access, noise: Tensor) -> FullScale | None:
-    """Return pivots and neighbours for many rows of few features; None for other matrices."""
-    near = FullScale(rank=_RANK)
-    if matrix.n < _ROWS or not near.serves_matrix(matrix, noise) or features_of(matrix.source, _FEATURES) is None:
-        return None
-    return near
+def is_map(matrix: Access, noise: Tensor) -> bool:
+    """Return whether K is of many rows of few features, which have neighbours."""
+    if matrix.n < _ROWS or not FullScale.serves_matrix(matrix, noise):
+        return False
+    return features_of(matrix.source, _FEATURES) is not None
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,8 @@ class AutomaticPreconditioner(RPCholesky):
         return RPCholesky.__name__
 
     def resolved(self, matrix: Access, noise: Tensor) -> Preconditioner:
-        near = full_scale_of_map(matrix, noise)
-        if near is None:
+        if not is_map(matrix, noise):
             return RPCholesky()
         noise = noise_of_each(matrix, noise)
         left = FullScale().approximate(matrix, noise).residual
-        return near if float((left / noise).mean()) > _LEFT else RPCholesky()
+        return FullScale(rank=_RANK) if float((left / noise).mean()) > _LEFT else RPCholesky()

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ...density import LogDensity, Probes, Solutions
 from ...operators import LowRankPlusDiagonal
-from ...operators.access import Access
 from ...preconditioners import Preconditioner, PreconditionerCache
 from ...report import SolveReport
 from ...solvers import BlockSolver, Budgeted, Cholesky, ConjugateGradients, FullProblem, Solver, System
@@ -158,11 +157,6 @@ class Acceleration:
     def preconditions(self) -> bool:
         """Return True if there is to be a preconditioner, by the choice and the setting in force."""
         return self.preconditioner is not None and settings.max_preconditioner_size.value() > 0
-
-    def resolved(self, operator: Any) -> Preconditioner | None:
-        """Return the choice of preconditioner for ``K + noise``, an evaluated operator; None for none."""
-        choice = self.preconditioner
-        return None if choice is None else choice.resolved(Access(operator.kernel_matrix), operator.noise)
 
     def build(self, operator: Any, noise: Tensor, differentiable: bool) -> LowRankPlusDiagonal | None:
         """Return the preconditioner of ``operator + diag(noise)``, or None where there is to be none.
