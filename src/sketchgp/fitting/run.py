@@ -231,7 +231,7 @@ class Fit:
         choices, above, stages = self.choices, self.full, list[Stage]()
         near = by_neighbors(above.base) if above.kind in ("bound", "probes") and above.base.acceleration else None
         if near is not None:
-            part = Stage.vecchia(above, near)
+            part = Stage.vecchia(above, near, self._rough)
             above.history.subset = part.history
             stages, above = [part], part
         limit = choices.iterations if self.history.optimizer == "lbfgs" else None  # Adam's steps are no measure
@@ -352,7 +352,7 @@ class Fit:
                 stage.leave_wide_bound(self.choices.objective)
             elif stage.history.reason == DEAR:
                 stage.leave_long_solves()
-            else:
+            elif not stage.renew_neighbors(self.choices.tol):
                 stage.base.restore(stage.steps.best)
                 return
 

@@ -20,6 +20,7 @@ from .steps import Steps
 ENDED = (SETTLED, STUCK, STEEP)  # reasons of a fit that nothing has cut short
 _WORSE = 1.0  # nats a row by which the loss of more rows may be above that of fewer
 _TIGHT = 1e-7  # target of r^T P^-1 r of the last solve, as a share of the rows
+_RENEWALS = 6  # of the neighbours, before Vecchia's approximation is left as it is
 _OTHERS = 2**40  # added to the seed of a fit for probes that it has not seen
 
 
@@ -72,10 +73,13 @@ class Stage:
         return cls(base, kind, history, tol, limit, False, few)
 
     @classmethod
-    def vecchia(cls, full: Stage, density: Vecchia) -> Stage:
-        """Return the stage before one on all rows, of the same model by Vecchia's approximation."""
+    def vecchia(cls, full: Stage, density: Vecchia, rough: float) -> Stage:
+        """Return the stage before one on all rows, of the same model by Vecchia's approximation.
+
+        :param rough: the tolerance until neighbours are chosen anew.
+        """
         history = FitHistory(optimizer="lbfgs", objective="vecchia", rows=full.history.rows)
-        stage = cls(full.base, "vecchia", history, full.tol, full.limit, False)
+        stage = cls(full.base, "vecchia", history, rough, full.limit, False)
         stage.objective = full.base.by(density)
         return stage
 
@@ -135,6 +139,24 @@ class Stage:
             note = f"after {done} steps the bound left {gap}: its pivots were chosen anew"
             self.go_on_with(self.base.by(new_bound(self.base, asked)), "bound", note, restart)
 
+    def renew_neighbors(self, tol: float) -> bool:
+        """Choose neighbours anew where the latest run has moved away from those it had; return whether it has.
+
+        :param tol: the tolerance from here on.
+        """
+        history, density, steps = self.history, self.objective.density, self.steps
+        assert steps is not None
+        done = len(history.losses)
+        if not isinstance(density, Vecchia) or history.reason not in ENDED or len(history.restarts) >= _RENEWALS:
+            return False
+        if done <= steps.first + 1:  # it has ended where it began
+            return False
+        self.base.restore(steps.best)
+        density.cache.release()
+        self.tol = tol
+        history.restarts.append(done)
+        return True
+
     def leave_long_solves(self) -> None:
         """Go on with exact losses from the best parameters, where solves take longer than a factorization."""
         assert self.steps is not None and self.base.acceleration is not None
@@ -154,9 +176,11 @@ class Stage:
 
         :param seed: the seed of the fit; ``count`` is the number of its probes.
         """
-        acceleration = self.base.acceleration
+        acceleration, history = self.base.acceleration, self.history
         if acceleration is None or self.kind != "probes":
             return None
+        if history.best_step == 0:  # no step has followed the errors of its probes
+            return history.losses[0], history.standard_errors[0]
         acceleration.cache.clear()  # for pivots of these parameters, whatever the fit was begun with
         with acceleration.fixed_probes(seed + _OTHERS, count):
             result = self.base.by(Probes(watched=True)).evaluate()
