@@ -67,7 +67,7 @@ def solved(name: str, saved: dict[str, Any]) -> Tensor:
     kernel, x, y = _data(name)
     if name == "fit":
         model = sketchgp.accelerate(_Model(kernel, x, y).double())
-        sketchgp.fit(model, objective="bound", start="model", progress=False, **saved)
+        sketchgp.fit(model, objective="probes", start="model", progress=False, **saved)
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     if name == "EigenPro4":
         problem = sketchgp.InducingPointProblem(kernel, x, y, 1e-2, x[:300].clone())

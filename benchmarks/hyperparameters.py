@@ -72,7 +72,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adam, start=model": {"start": "model", "optimizer": "adam", "iterations": 100},
     "adam, start=subset": {"start": "subset", "optimizer": "adam", "iterations": 100},
     "objective=probes": {"objective": "probes"},
-    "objective=bound": {"objective": "bound"},
 }
 COMPARED = ("uci_kin40k", "uci_pol", "argo2016_temp100")
 COMPARED_ROWS = 6000

@@ -55,7 +55,6 @@ WITHOUT = {  # what may be raised without a row, and why
     "AttributeError": "is how scikit-learn asks what an estimator has",
     "ArgumentTypeError": "a usage line of the command line",
     "ImportError": "is the command that installs what is missing",
-    "TooWide": "is caught by fit",
     "FileExistsError": "is made an InputError",
     "ValueError": "is made an InputError",
 }

@@ -290,7 +290,6 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "noise path": _noise_path,
     "inducing model": _inducing_model,
     "fit": _fit,
-    "fit of a bound": lambda: _fit(objective="bound"),
 }
 
 

@@ -92,7 +92,7 @@ def _fit(options: Call, callback: Call | None) -> Tensor:
     with iterative(tol=1e-12, probes=5):
         sketchgp.fit(
             model,
-            objective="bound",
+            objective="probes",
             iterations=4,
             progress=False,
             callback=callback and (lambda *_: callback()),

@@ -70,7 +70,6 @@ OPTIONS: dict[str, Any] = {"iterations": 6, "tol": 0, "num_probes": 5}
 CASES: dict[str, dict[str, Any]] = {
     "lbfgs": {"objective": "probes"},
     "adam": {"optimizer": "adam", "learning_rate": 0.5, "objective": "probes"},
-    "bound": {"objective": "bound"},
     "subsets": {"start": "subset", "objective": "probes", "tol": 1e-3},
     "exact": {},
 }
@@ -83,9 +82,7 @@ def whole_fit(case: str) -> tuple[Any, sketchgp.FitHistory]:
     return model, sketchgp.fit(model, **OPTIONS | CASES[case])
 
 
-@pytest.mark.parametrize(
-    ("case", "where"), [("lbfgs", 4), ("lbfgs", 1), ("adam", 4), ("bound", 4), ("subsets", 9), ("exact", 4)]
-)
+@pytest.mark.parametrize(("case", "where"), [("lbfgs", 4), ("lbfgs", 1), ("adam", 4), ("subsets", 9), ("exact", 4)])
 def test_a_killed_fit_ends_at_the_same_bits(
     case: str, where: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +103,7 @@ def test_a_killed_fit_ends_at_the_same_bits(
         computed, before = computed + before.evaluations, before.subset
     assert seen[0] <= computed - (where - 1) + (0 if case == "exact" else 2)
     assert torch.equal(parameters(model), parameters(whole))
-    names = "losses", "gradients", "standard_errors", "residuals", "iterations", "products", "reason", "widths"
+    names = "losses", "gradients", "standard_errors", "residuals", "iterations", "products", "reason"
     for name in (*names, "restarts", "notes", "bracket", "by_other_probes"):
         assert getattr(history, name) == getattr(expected, name), name
     assert history.evaluations == expected.evaluations
@@ -179,7 +176,7 @@ def test_more_steps_than_before(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", ["lbfgs", "adam"])
 def test_a_fit_that_had_ended_says_the_same_again(optimizer: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"objective": "bound", "optimizer": optimizer, "iterations": 6, "tol": 0}
+    options: dict[str, Any] = {"objective": "probes", "optimizer": optimizer, "iterations": 6, "tol": 0}
     with iterative(tol=1e-3):
         first = sketchgp.fit(build(), **options, checkpoint=tmp_path / "fit.pt")
         again = sketchgp.fit(build(), **options, checkpoint=tmp_path / "fit.pt")

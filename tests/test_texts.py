@@ -177,7 +177,10 @@ def test_representations_are_short_and_aligned():
     for thing, parts in (
         (solution, ("Solution: 120 values, float64 on cpu", "ConjugateGradients, converged", "RPCholesky, rank")),
         (solution.report, ("SolveReport: ConjugateGradients, converged", "residual  ", " s set-up")),
-        (history, ("FitHistory: 180 rows, by lbfgs, objective bound", "loss  ", "steps     2, ", "ran all iterations")),
+        (
+            history,
+            ("FitHistory: 180 rows, by lbfgs, objective probes", "loss  ", "steps     2, ", "ran all iterations"),
+        ),
         (prediction, (f"Prediction: {len(xt)} points, float64 on cpu", "variances      exact", "ConjugateGradients")),
     ):
         text, table = repr(thing), thing._repr_html_()

@@ -27,7 +27,7 @@ def fit(
     mll: Any = None,
     optimizer: Literal["auto", "lbfgs", "adam"] = "auto",
     start: Literal["auto", "model", "subset"] = "auto",
-    objective: Literal["auto", "exact", "bound", "probes", "samples"] = "auto",
+    objective: Literal["auto", "exact", "probes", "samples"] = "auto",
     iterations: int | None = None,
     learning_rate: float | None = None,
     num_probes: int = 10,
@@ -51,8 +51,8 @@ def fit(
         Adam where a ``learning_rate`` is given or losses are by samples.
     :param start: ``"model"``, the model's parameters; ``"subset"``, the optimum of 2,000 random rows or more; or
         ``"auto"``.  Both of the latter compare at least three starts on 500 to 1,000 rows.
-    :param objective: ``"exact"``, by factorizations in float64; ``"bound"``, an upper bound; ``"probes"``,
-        estimated; ``"samples"``, up to a constant by a solver that ``accelerate`` was given; or ``"auto"``.
+    :param objective: ``"exact"``, by factorizations in float64; ``"probes"``, estimated; ``"samples"``, up to a
+        constant by a solver that ``accelerate`` was given; or ``"auto"``.
     :param iterations: the most steps (default: 500 of L-BFGS, 50 of Adam) of each fit, those to some rows included.
     :param learning_rate: Adam's step size, in the unconstrained parameters (default 0.1).
     :param num_probes: number of probe vectors, or samples, of the log determinant.

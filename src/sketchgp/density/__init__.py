@@ -1,7 +1,7 @@
 """Floor 6: ``log p(y)`` and its gradient, one file for each way to compute it."""
 
 from .base import LogDensity, Solutions, log_density
-from .bound import Bound, TooWide
+from .bound import Bound
 from .exact import Exact
 from .probes import Probes, standard_error
 from .samples import Samples
@@ -14,7 +14,6 @@ __all__ = [
     "Probes",
     "Samples",
     "Solutions",
-    "TooWide",
     "Vecchia",
     "log_density",
     "standard_error",

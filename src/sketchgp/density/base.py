@@ -38,7 +38,7 @@ class LogDensity:
 
     :cvar always: whether it is used for few rows, too, which GPyTorch otherwise factorizes.
     :cvar exact: whether values are exact up to rounding.
-    :ivar gap: nats between the value and the lower end of its bound since :meth:`begin`; None where there is no bound.
+    :ivar gap: nats between the two ends of bounds since :meth:`begin`; None where there are none.
     :ivar values: the loss by each probe since :meth:`begin`, ``(s,)`` float64 for every log determinant.
     :ivar cache: its own cache of preconditioners; None where it uses the model's.
     :ivar solutions: solutions of the latest evaluation, for solves to start from; None where there are none.
@@ -62,13 +62,6 @@ class LogDensity:
     def begin(self) -> None:
         """Forget ``gap`` and ``values`` before the next evaluation."""
         self.gap, self.values = None, ()
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what the next evaluation takes from those before, pivots excepted."""
-        return {}
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Take over what :meth:`state` returned."""
 
 
 def bilinear_derivative(operator: Any, left: Tensor, right: Tensor) -> tuple[Tensor | None, ...]:

@@ -13,7 +13,6 @@ from ..style import COLORS, RING, axes_for, finish
 
 SETTLED = "the loss has settled"
 FLAT = "the loss is flat where the fit began: its lengthscales are not of the size of the data"
-WIDENED = "the bounds of the loss have become too wide"
 UNSURE = "not sure"  # the first words of a note that doubts where a fit ended
 STOPPED = "stopped by the callback"
 DEAR = "solves take longer than a factorization"
@@ -45,19 +44,18 @@ class FitHistory(Shown):
     :ivar objective: how losses were computed: ``"exact"`` (one factorization in float64 each), ``"probes"`` (log
         determinants estimated with fixed probe vectors), ``"samples"`` (gradients by samples that a solver of the
         user's choice solves for; losses are right up to a constant, of which no standard error is known), ``"bound"``
-        (an upper bound of the exact loss; Titsias's for an inducing-point model), ``"vecchia"`` (Vecchia's
-        approximation, for a fit that one to all rows of a map starts from) or ``"given"`` (whatever the ``mll`` does).
+        (Titsias's, of an inducing-point model), ``"vecchia"`` (Vecchia's approximation, for a fit that one to all rows
+        of a map starts from) or ``"given"`` (whatever the ``mll`` does).
     :ivar rows: number of rows.
     :ivar subset: the history of the fit that this one started from, to a random subset or by Vecchia's approximation,
         which may have one of its own; None where it started from the model's parameters.
-    :ivar widths: distance to which the exact loss of a step may lie below its loss; None where that is not known.
-    :ivar restarts: steps at which the optimiser began anew: with another function (new pivots of the bound, probes
-        instead of it, or the exact loss instead of them), or at the lower end of a fit from another start.
+    :ivar restarts: steps at which the optimiser began anew: with another function (new neighbours, or the exact loss
+        instead of probes), or at the lower end of a fit from another start.
     :ivar notes: what was decided on the way.  A note that begins with "not sure" doubts that there is no lower loss:
         only one of the starts came to this one.
     :ivar bracket: two numbers between which the exact loss at the final parameters certainly is, by one more solve,
         rounding included; with exact losses that number twice, as float64 rounds it; None where nothing is certain,
-        or where solves took neighbours, as it would be wide.
+        or where it would be wide.
     :ivar by_other_probes: the loss at the final parameters by as many probes that no step has seen, and its standard
         error; None where the fit did not end with probes.  A fit of many parameters follows the errors of its own
         probes, and ends with a loss that is too low.
@@ -81,7 +79,6 @@ class FitHistory(Shown):
     objective: str = ""
     rows: int = 0
     subset: FitHistory | None = None
-    widths: list[float | None] = field(default_factory=list)
     restarts: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     bracket: tuple[float, float] | None = None
@@ -113,9 +110,6 @@ class FitHistory(Shown):
     def latest(self) -> str:
         """Describe the latest step in a few words."""
         error = f" +- {self.standard_errors[-1]:.4f}" if self.standard_errors[-1] else ""
-        width = self.widths[-1]
-        if width:
-            error = f" (at most {width:.1e} lower)"
         text = f"loss {self.losses[-1]:.4f}{error}, gradient {self.gradients[-1]:.1e}"
         if self.iterations[-1]:
             text += f", residual {self.residuals[-1]:.1e}, {self.iterations[-1]} iterations"

@@ -49,11 +49,6 @@ class Objective:
         return Objective(self.model, self.mll, density)
 
     @property
-    def width(self) -> float | None:
-        """Distance to which the exact loss may lie below the latest one; None where that is no bound."""
-        return None if self.density is None or self.density.gap is None else self.density.gap / self.rows
-
-    @property
     def exact(self) -> bool:
         """True if losses are exact up to rounding."""
         return self.density is not None and self.density.exact
@@ -62,7 +57,6 @@ class Objective:
         """Evaluate loss and gradient, which is left on the parameters, or take both from the file of a checkpoint.
 
         :param gradient: whether to make the backward pass.
-        :raises TooWide: where the first bound is wider than was allowed.
         """
         if self.evaluations is None or not gradient:
             return self._computed(gradient)
@@ -76,13 +70,9 @@ class Objective:
             return evaluation
         evaluation, kept, again = known
         if again:
-            self.evaluations.replayed()
             self._computed()
         if evaluation.doubled and self.acceleration is not None:
             self.acceleration.doubled = True
-        if self.density is not None:
-            self.density.gap = None if evaluation.width is None else evaluation.width * self.rows
-        self.evaluations.replayed()
         for parameter, part in zip(self.parameters, parts(kept, self.parameters), strict=True):
             parameter.grad = part
         return evaluation
@@ -98,7 +88,6 @@ class Objective:
             value,
             () if self.density is None else tuple(each.cpu() for each in self.density.values),
             time.perf_counter(),
-            self.width,
             max((report.max_residual for report in solves), default=0.0),
             sum(report.iterations for report in solves),
             sum(report.work.get("products", 0.0) for report in solves),

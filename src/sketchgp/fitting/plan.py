@@ -10,8 +10,7 @@ import torch
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood, MultitaskGaussianLikelihood
 from linear_operator import settings
 
-from ..density import Bound, Exact, Samples, Vecchia
-from ..density.bound import Tightened
+from ..density import Exact, Samples, Vecchia
 from ..errors import InputError
 from ..models.accelerated.acceleration import ATTRIBUTE, Acceleration
 from ..models.accelerated.added_diag import AcceleratedAddedDiagLinearOperator, left_to_us
@@ -31,9 +30,6 @@ EXACT = {"cpu": 5000, "cuda": 20000}  # rows up to which losses are by factoriza
 # probes: 45 at 9,600 rows and 68 at 6,000 of uci_pol, on one core.
 _ROWS_A_PRODUCT = 60
 _ROOM = 1.5  # factor by which the memory budget must exceed one matrix for a factorization on the way
-# Nats a row that a bound may leave open to be taken for the loss.  A fit loses at most that, and lost a tenth of it to
-# all of it where it was measured; one with probes lost 0.0001 to 0.0007 (benchmarks/bounds.py).
-WIDTH = 0.002
 _KNOWN = (GaussianLikelihood, FixedNoiseGaussianLikelihood, MultitaskGaussianLikelihood)
 _NEIGHBORS = 16  # of a start by Vecchia's approximation: with 32 it takes twice the time and ends 0.0005 a row lower
 _SUBSET = 2000  # rows of a subset to start from, fitted exactly; of larger fits, those that larger ones start from:
@@ -44,7 +40,7 @@ def route(base: Objective, asked: str, optimizer: str) -> tuple[str, str]:
     """Return ``"exact"``, ``"bound"``, ``"probes"``, ``"samples"`` or ``"given"``, and a note of the reason.
 
     :param base: the model's own losses.
-    :param asked: one of the first four, or ``"auto"``: a bound is then to be tried first.
+    :param asked: one of them, but for the bound of inducing points and what is given, or ``"auto"``.
     :param optimizer: the optimizer asked for; samples are of no use to L-BFGS.
     :raises InputError: where the model does not have what is asked for.
     """
@@ -62,9 +58,6 @@ def route(base: Objective, asked: str, optimizer: str) -> tuple[str, str]:
             )
         return "given", ""
     rows, device = base.rows, base.model.train_targets.device
-    no_bound = why_no_bound(acceleration)
-    if asked == "bound" and no_bound:
-        raise InputError(f'fit: objective="bound" expects a preconditioner with pivots below K: {no_bound}.')
     if asked in ("auto", "samples"):
         if optimizer != "lbfgs" and rows > cholesky_points() and _sampled(base.model, acceleration):
             return "samples", ""
@@ -82,7 +75,7 @@ def route(base: Objective, asked: str, optimizer: str) -> tuple[str, str]:
         return "exact", ""
     if rows <= cholesky_points() or not left_to_us(settings.fast_computations.log_prob):
         return "probes", "GPyTorch factorizes the matrix, by its settings in force"
-    return ("probes", f"no bound: {no_bound}") if no_bound else ("bound", "")
+    return "probes", ""
 
 
 def _free(acceleration: Acceleration) -> bool:
@@ -135,27 +128,6 @@ def dearest(base: Objective, asked: str) -> float:
         return math.inf
     fits = _ROOM * 8 * base.rows**2 <= memory_budget.value()
     return base.rows / _ROWS_A_PRODUCT if fits and _systems(base) == 1 and _free(acceleration) else math.inf
-
-
-def why_no_bound(acceleration: Acceleration) -> str:
-    """Return why the preconditioner of a model gives no bounds; "" where it does."""
-    choice = acceleration.preconditioner
-    if choice is None or not acceleration.preconditions():
-        return "there is no preconditioner"
-    return "" if Bound.serves(choice) else f"{choice.name} has no pivots, or need not lie below the matrix"
-
-
-def new_bound(base: Objective, asked: str = "auto", limited: bool = True) -> Bound:
-    """Return a bound whose pivots are chosen at its first loss.
-
-    :param base: the model's own losses.
-    :param asked: ``"bound"`` for as many columns as there may be, and no limit.
-    :param limited: whether a first loss wider than :data:`WIDTH` is refused.
-    """
-    assert base.acceleration is not None and base.acceleration.preconditioner is not None
-    choice = Tightened(base=base.acceleration.preconditioner, slack=WIDTH / 2, hopeful=asked == "bound")
-    nats = WIDTH * base.rows * _systems(base)
-    return Bound(choice, limit=nats if limited and asked != "bound" else None)
 
 
 def exact_objective(model: Any, mll: Any) -> Objective:

@@ -3,13 +3,12 @@
 Neither SciPy's L-BFGS nor Adam has to be looked into: given the same losses and gradients they take the same steps.
 So every evaluation is kept, parameters, loss and gradient, and a fit that is called again runs through them at no cost
 until it comes to one that is not there.  What an evaluation leaves in a cache, the pivots of a preconditioner, is had
-again by computing those evaluations anew that chose them; by bounds the last one, too, which brackets are made with.
+again by computing those evaluations anew that chose them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import time
 from collections.abc import Callable
@@ -33,7 +32,6 @@ class Evaluation:
     :ivar value: NaN where the linear algebra broke down.
     :ivar probes: the loss by each probe, ``(s,)`` float64 for every log determinant that was estimated.
     :ivar clock: time at its end, by ``time.perf_counter``.
-    :ivar width: distance to which the exact loss may lie below it; None where it is no bound.
     :ivar residual: the largest true relative residual of its solves, 0 where there were none.
     :ivar iterations: number of iterations of conjugate gradients.
     :ivar products: number of products with the kernel matrix.
@@ -43,14 +41,13 @@ class Evaluation:
     value: float
     probes: tuple[Tensor, ...]
     clock: float
-    width: float | None = None
     residual: float = 0.0
     iterations: int = 0
     products: float = 0.0
     doubled: float = 0.0
 
 
-_NUMBERS = [field.name for field in fields(Evaluation) if field.name not in ("probes", "clock", "width")]
+_NUMBERS = [field.name for field in fields(Evaluation) if field.name not in ("probes", "clock")]
 
 
 class Evaluations:
@@ -58,13 +55,12 @@ class Evaluations:
 
     :param record: the record of the fit.
     :param cache: the model's cache of preconditioners, or None.
-    :param density: the density of its evaluations, which may carry a state, and have a cache of its own.
+    :param density: the density of its evaluations, which may have a cache of its own.
     """
 
     def __init__(self, record: Record, cache: Any, density: LogDensity | None) -> None:
-        self.record, self.density = record, density
+        self.record = record
         self.cache = cache if density is None or density.cache is None else density.cache
-        self._state: dict[str, Tensor] = {}  # of the density, after the latest evaluation
         self.kept = list[tuple[Tensor, Tensor, Evaluation]]()  # each with its point and its gradient
         self.chosen, self.next = -1, 0  # the evaluation that chose pivots last, and the one to come
 
@@ -81,13 +77,7 @@ class Evaluations:
             del self.kept[index:]
             return None
         self.next += 1
-        last = bool(self._state) and self.next == len(self.kept)
-        return evaluation, gradient, last or index == self.chosen
-
-    def replayed(self) -> None:
-        """Restore the state of the density where the latest recorded evaluation was found."""
-        if self.next == len(self.kept) and self.density is not None and self._state:
-            self.density.restore(self._state)
+        return evaluation, gradient, index == self.chosen
 
     def selections(self) -> int:
         """Return the number of times that the cache has chosen pivots."""
@@ -99,7 +89,6 @@ class Evaluations:
             self.chosen = len(self.kept)
         self.kept.append((point, gradient, evaluation))
         self.next = len(self.kept)
-        self._state = {} if self.density is None else self.density.state()
         self.record.save(rarely=True)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -109,26 +98,23 @@ class Evaluations:
         points, gradients, evaluations = zip(*self.kept, strict=True)
         numbers = []
         for one in evaluations:
-            width = math.nan if one.width is None else one.width
-            numbers.append([one.clock - self.record.began, width, *(getattr(one, name) for name in _NUMBERS)])
+            numbers.append([one.clock - self.record.began, *(getattr(one, name) for name in _NUMBERS)])
         return {
             "points": torch.stack(points),
             "gradients": torch.stack(gradients),
             "numbers": torch.tensor(numbers, dtype=torch.float64),
             "chosen": torch.tensor(self.chosen),
-            **{f"left.{key}": part for key, part in self._state.items()},
             **{f"probes of {index}": torch.stack(one.probes) for index, one in enumerate(evaluations) if one.probes},
         }
 
     def restore(self, kept: dict[str, Tensor]) -> None:
         """Take over the evaluations of an earlier run."""
         self.chosen = int(kept["chosen"])
-        self._state = {key.removeprefix("left."): part for key, part in kept.items() if key.startswith("left.")}
         rows = zip(kept["points"], kept["gradients"], kept["numbers"].tolist(), strict=True)
-        for index, (point, gradient, (clock, width, *row)) in enumerate(rows):
+        for index, (point, gradient, (clock, *row)) in enumerate(rows):
             numbers = dict(zip(_NUMBERS, row, strict=True))
             numbers["iterations"] = int(numbers["iterations"])
-            numbers |= {"clock": self.record.began + clock, "width": None if math.isnan(width) else width}
+            numbers["clock"] = self.record.began + clock
             probes = tuple(kept.get(f"probes of {index}", ()))
             self.kept.append((point, gradient, Evaluation(probes=probes, **numbers)))
 

@@ -14,17 +14,17 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .. import checks
-from ..density import Probes, Samples, TooWide
+from ..density import Probes, Samples
 from ..errors import InputError, NumericalError, warn
 from ..fingerprint import tensor_mark
 from ..memory import out_of_memory
 from ..models.accelerated.acceleration import Acceleration
 from ..solvers.loop import compare_ranks
 from . import starts
-from .history import DEAR, FLAT, SETTLED, STOPPED, UNSURE, WIDENED, FitHistory
+from .history import DEAR, FLAT, SETTLED, STOPPED, UNSURE, FitHistory
 from .minimise import minimise
 from .objective import ModelState, Objective
-from .plan import WIDTH, by_neighbors, dearest, exact_objective, new_bound, on_subset, route, rows_before
+from .plan import by_neighbors, dearest, exact_objective, on_subset, route, rows_before
 from .record import Record, fit_marks
 from .stage import ENDED, Stage
 from .steps import Steps
@@ -35,7 +35,6 @@ _FOR_EACH = 25  # for each hyperparameter, where there are many
 _ROUGH = 10.0  # factor on the tolerance at which fits to the latter have settled
 _MANY = 3000  # rows above which a fit starts from a subset
 _ITERATIONS = {"lbfgs": 500, "adam": 50}
-_RESTARTS = 8  # with new pivots, before bounds are left as they are
 _SAME = 0.002  # nats a row between ends of different starts that are one minimum
 # Other starts: lengthscales over the size of the inputs, and noises over the targets' variance.  Of 124 problems of 160
 # and 400 rows the best of three ends was more than 0.1 a row above the best of eleven on 3, that from the model's start
@@ -68,7 +67,7 @@ class Choices:
     def __post_init__(self) -> None:
         checks.word("fit", "optimizer", self.optimizer, ("auto", "lbfgs", "adam"))
         checks.word("fit", "start", self.start, ("auto", "model", "subset"))
-        checks.word("fit", "objective", self.objective, ("auto", "exact", "bound", "probes", "samples"))
+        checks.word("fit", "objective", self.objective, ("auto", "exact", "probes", "samples"))
         self.iterations = checks.count("fit", "iterations", self.iterations, optional=True)
         self.num_probes = checks.count("fit", "num_probes", self.num_probes)
         rate = checks.number("fit", "learning_rate", self.learning_rate, above=0, finite=True, optional=True)
@@ -200,8 +199,6 @@ class Fit:
         base, acceleration = stage.base, stage.base.acceleration
         if stage.kind == "exact":
             stage.objective = exact_objective(base.model, base.mll)
-        elif stage.kind == "bound" and acceleration is not None:
-            stage.objective = base.by(new_bound(base, self.choices.objective))
         elif stage.kind == "samples" and acceleration is not None:
             samples = Samples(acceleration.own_solver(), self.choices.seed, self.choices.num_probes)
             stage.objective = base.by(samples)
@@ -229,7 +226,7 @@ class Fit:
         :raises InputError: where the user asked for them and no rows can be taken of the model.
         """
         choices, above, stages = self.choices, self.full, list[Stage]()
-        near = by_neighbors(above.base) if above.kind in ("bound", "probes") and above.base.acceleration else None
+        near = by_neighbors(above.base) if above.kind == "probes" and above.base.acceleration else None
         if near is not None:
             part = Stage.vecchia(above, near, self._rough)
             above.history.subset = part.history
@@ -344,13 +341,9 @@ class Fit:
             try:
                 stage.judge_revived()
                 stage.inverse_hessian = minimise(stage.steps, self.choices.learning_rate, stage.inverse_hessian)
-            except TooWide:
-                stage.history.reason = WIDENED
             finally:
                 self.kept = stage.best or self.kept
-            if stage.history.reason == WIDENED:
-                stage.leave_wide_bound(self.choices.objective)
-            elif stage.history.reason == DEAR:
+            if stage.history.reason == DEAR:
                 stage.leave_long_solves()
             elif not stage.renew_neighbors(self.choices.tol):
                 stage.base.restore(stage.steps.best)
@@ -360,8 +353,6 @@ class Fit:
         """Return the steps of the next run, which begins near a minimum where the inverse Hessian is known."""
         history, acceleration = stage.history, stage.base.acceleration
         steps = Steps(stage, bar, self.callback, self.record.began)
-        if acceleration is not None and stage.kind == "bound" and len(history.restarts) < _RESTARTS:
-            steps.widest = WIDTH
         if history.optimizer == "lbfgs" and stage.kind == "probes":
             steps.dearest = dearest(stage.base, self.choices.objective)
         cache = None if acceleration is None else acceleration.cache

@@ -13,13 +13,13 @@ from ..report import shortfall_counted
 from .history import SETTLED, FitHistory
 from .minimise import STEEP, STUCK, InverseHessian
 from .objective import Objective
-from .plan import exact_objective, new_bound, why_no_bound
+from .plan import exact_objective
 from .starts import Revived
 from .steps import Steps
 
 ENDED = (SETTLED, STUCK, STEEP)  # reasons of a fit that nothing has cut short
 _WORSE = 1.0  # nats a row by which the loss of more rows may be above that of fewer
-_TIGHT = 1e-7  # target of r^T P^-1 r of the last solve, as a share of the rows
+_WIDEST = 0.1  # nats a row that a bracket of the loss may leave open
 _RENEWALS = 6  # of the neighbours, before Vecchia's approximation is left as it is
 _OTHERS = 2**40  # added to the seed of a fit for probes that it has not seen
 
@@ -88,11 +88,6 @@ class Stage:
         """The parameters of the best step; None before the first."""
         return self.steps.best if self.steps is not None and self.history.losses else None
 
-    @property
-    def bound(self) -> Bound | None:
-        """The bound that is minimised now, if it is one."""
-        return self.objective.density if isinstance(self.objective.density, Bound) else None
-
     def go_on_with(self, objective: Objective, kind: str, note: str, restart: bool = True) -> None:
         """Minimise other losses from here on; ``restart`` records that the optimiser begins anew."""
         self.objective, self.kind, self.history.objective = objective, kind, kind
@@ -114,30 +109,6 @@ class Stage:
         for one in self.revived:
             one.take_back() if wrong else one.judge()
         self.revived.clear()
-
-    def leave_wide_bound(self, asked: str) -> None:
-        """Go on with new pivots, or with probes where a bound with new pivots would be too wide as well.
-
-        L-BFGS goes on from its best parameters.
-
-        :param asked: the objective asked for; ``"bound"`` is never left for probes.
-        """
-        history, bound, steps, width = self.history, self.bound, self.steps, self.objective.width
-        assert bound is not None and steps is not None
-        if width is None:
-            note = "a bound would be wide, as neighbours are needed: log determinants were estimated with probes"
-            return self.go_on_with(self.base, "probes", note, restart=False)
-        if history.optimizer == "lbfgs":
-            self.base.restore(steps.best)
-        done = len(history.losses)
-        restart = done > 0 and history.restarts[-1:] != [done]
-        gap = f"{width:.2g} a row open with {bound.rank} columns"
-        if done == steps.first and asked != "bound":
-            note = f"a bound would leave {gap}: log determinants were estimated with probes"
-            self.go_on_with(self.base, "probes", note, restart)
-        else:
-            note = f"after {done} steps the bound left {gap}: its pivots were chosen anew"
-            self.go_on_with(self.base.by(new_bound(self.base, asked)), "bound", note, restart)
 
     def renew_neighbors(self, tol: float) -> bool:
         """Choose neighbours anew where the latest run has moved away from those it had; return whether it has.
@@ -189,27 +160,25 @@ class Stage:
     def bracket(self) -> tuple[float, float] | None:
         """Return the two ends of the exact loss in the model's dtype; None where they are not known."""
         base, objective, history, acceleration = self.base, self.objective, self.history, self.base.acceleration
-        if self.bound is not None and history.widths[-1] is None:
-            note = "GPyTorch inverts the covariance by its structure: there is nothing to bound"
-            self.go_on_with(objective, "given", note, restart=False)
         if objective.exact:
             value = history.best_loss
             if objective.model is not base.model:  # parameters were rounded
                 objective.restore(base.state())
                 value = objective.evaluate(gradient=False).value
             return (value, value) if math.isfinite(value) else None
-        if acceleration is None or self.kind in ("given", "samples") or why_no_bound(acceleration):
+        choice = None if acceleration is None or self.kind != "probes" else acceleration.cache.chosen
+        if not Bound.serves(choice):  # neighbours leave less than pivots do
             return None
-        if self.kind == "probes" and not Bound.serves(acceleration.cache.chosen):  # it would be wide
-            return None
+        assert acceleration is not None and choice is not None
         acceleration.cache.release()  # F is the largest array there is, and another one is to come
         for candidate in (base, exact_objective(base.model, base.mll)):
-            bound = self.bound if candidate is base else None
-            bound = new_bound(base, limited=False) if bound is None else bound
-            bound.certain, bound.share, bound.limit = True, _TIGHT, None
-            bounded = candidate.by(bound)
+            bound = Bound(choice, _WIDEST * base.rows)
             with shortfall_counted():
-                value = bounded.evaluate(gradient=False).value
-            if bounded.width is not None and math.isfinite(value - bounded.width):
-                return value - bounded.width, value
+                value = candidate.by(bound).evaluate(gradient=False).value
+            if bound.gap is None:
+                note = "GPyTorch inverts the covariance by its structure: there is nothing to bound"
+                self.go_on_with(objective, "given", note, restart=False)
+                return None
+            if math.isfinite(value - bound.gap):
+                return value - bound.gap / base.rows, value
         return None

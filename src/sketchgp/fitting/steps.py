@@ -9,13 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from ..density import standard_error
-from .history import DEAR, SETTLED, STOPPED, WIDENED
+from .history import DEAR, SETTLED, STOPPED
 from .record import Evaluation
 
 _NEAR = 4  # steps of L-BFGS over which a loss is judged near a minimum
 _SPAN = {"exact": 10, "bound": 10, "vecchia": 10}  # and elsewhere, by the kind of the loss
 _ESTIMATED = 3  # of other kinds
-_WIDENS = 1.5
 NOT_FINITE = "met a loss or gradient that is not finite"
 # (trials, factor on the tolerance): a line search is in vain after so many trials in a row whose losses are that near
 # to where it began.  The second holds for solves only, as exact losses lead away from a plateau.
@@ -37,8 +36,6 @@ class Steps:
 
     :ivar first: number of steps before this run.
     :ivar best: the parameters of the best step, of this run or the one before.
-    :ivar widest: a run by bounds ends where they are wider than this, and than one and a half times what they were at
-        its first step.
     :ivar dearest: a run ends where an evaluation takes more products with the kernel matrix.
     """
 
@@ -46,7 +43,7 @@ class Steps:
         self.objective, self.history, self.limit, self.tol = stage.objective, stage.history, stage.limit, stage.tol
         self.bar, self.callback, self.began = bar, callback, began
         self.first, self.best = len(self.history.losses), stage.best or self.objective.state()
-        self.widest = self.dearest = math.inf
+        self.dearest = math.inf
         span = _SPAN.get(self.history.objective, _ESTIMATED)
         self._span = span if stage.inverse_hessian is None else min(span, _NEAR)
         self._probes: list[tuple[Tensor, ...]] = []  # of each step
@@ -63,7 +60,7 @@ class Steps:
         :param gradient: norm of the gradient.
         :param state: state of the parameters.
         """
-        history, value, width = self.history, evaluation.value, evaluation.width
+        history, value = self.history, evaluation.value
         history.losses.append(value)
         history.standard_errors.append(standard_error(evaluation.probes))
         history.gradients.append(gradient)
@@ -71,22 +68,18 @@ class Steps:
         history.iterations.append(sum(one.iterations for one in self._since))
         history.products.append(sum(one.products for one in self._since))
         history.seconds.append(max((one.clock for one in self._since), default=evaluation.clock) - self.began)
-        history.widths.append(width)
         for name, values in self.objective.named(state).items():
             history.hyperparameters.setdefault(name, []).append(values)
         self._since.clear()
         self._probes.append(evaluation.probes)
         if len(history.losses) == self.first + 1:
             history.best_step, self.best = self.first, state
-            self.widest = max(self.widest, _WIDENS * (width or 0))
         elif value < history.best_loss:
             history.best_step, self.best = len(history.losses) - 1, state
         self.bar.set_postfix_str(history.latest(), refresh=False)  # before update, which shows it
         self.bar.update()
         if self.callback is not None and self.callback(len(history.losses) - 1, value):
             history.reason = STOPPED
-        elif width is not None and width > self.widest:
-            history.reason = WIDENED
         elif evaluation.products > self.dearest:
             history.reason = DEAR
         elif self._settled():
