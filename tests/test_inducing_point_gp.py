@@ -119,6 +119,36 @@ def test_prior_means(mean):
     assert relative(model.eval()(TEST).mean, _reference(model, TEST)[0].squeeze(1)) < 1e-8
 
 
+class _Plain(ConstantMean):
+    """A mean with a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.slopes = torch.tensor([0.3, -0.2, 0.1])
+
+    def forward(self, x):
+        return x @ self.slopes
+
+
+def test_prior_means_of_float32_models():
+    """Terms of a linear mean that are large cancel, at the data and at the points."""
+    mean, far = LinearMean(3), torch.tensor([1e6, -1e6, 2e6], dtype=torch.float64)
+    model, _, _ = _model(torch.float32, mean=mean)
+    with torch.no_grad():
+        mean.weights.copy_(torch.tensor([[1.2], [1.2], [0.0]]))
+        mean.bias.zero_()
+    x, z, test = (part.detach().double() + far for part in (model.train_inputs[0], model.inducing_points, TEST))
+    x, z, test = x.float(), z.float(), test.float()
+    y = model.train_targets + (x.double() @ mean.weights.detach().double()).squeeze(1).float()
+    model = InducingPointGP(x, y, model.likelihood, mean, model.covar_module, z).eval()
+    expected = _reference(model, test)[0].squeeze(1)
+    assert float((model(test).mean.double() - expected).abs().max()) < 1e-5
+    plain, like = (_model(torch.float32, mean=mean)[0].eval() for mean in (_Plain(), LinearMean(3, bias=False)))
+    with torch.no_grad():
+        like.mean_module.weights.copy_(plain.mean_module.slopes.unsqueeze(1))
+    assert relative(plain(TEST.float()).mean, like(TEST.float()).mean) < 1e-5
+
+
 def test_fixed_noise():
     x, y = _data()
     noise = torch.linspace(0.01, 1.0, N, dtype=torch.float64)
@@ -511,7 +541,8 @@ def test_auto_where_memory_is_short(monkeypatch):
     assert model.solution.report.solver == "NystromPCG"
     assert relative(predict(model, TEST, variance=None).mean, _reference(model, TEST)[0].squeeze(1)) < 0.1
     model.variance = "dtc"
-    with pytest.raises(InputError, match=r"Variances of DTC take .* predict\(model, x, variance=None\)"):
+    monkeypatch.setattr("sketchgp.inducing_point_gp._STATISTICS_BYTES", 2**60)
+    with pytest.raises(InputError, match=r"The variance of DTC for .* predict\(model, x, variance=None\)"):
         model(TEST).variance  # noqa: B018
     x, y = _data()
     noises = FixedNoiseGaussianLikelihood(torch.linspace(0.1, 1.0, N, dtype=torch.float64))

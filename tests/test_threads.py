@@ -201,6 +201,21 @@ def test_a_model_on_inducing_points_in_two_threads() -> None:
     assert torch.equal(pair[0].variance, pair[1].variance)
 
 
+class SlowMean(gpytorch.means.ConstantMean):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.002)
+        return super().forward(x)
+
+
+def test_predictions_in_two_threads_leave_the_mean_its_parameters() -> None:
+    x, y, z = data(n=60, m=6)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    model = sketchgp.InducingPointGP(x, y, likelihood, SlowMean(), kernels.RBFKernel(), x[:9]).double().eval()
+    before = dict(model.named_parameters())
+    together(*(lambda: [model(z).mean for _ in range(20)] for _ in range(2)), in_step=False)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
 class Slow(kernels.RBFKernel):
     """A kernel of the user's, which computes long enough for another thread to have its turn."""
 

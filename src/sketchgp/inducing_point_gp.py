@@ -19,7 +19,7 @@ from .errors import ConvergenceWarning, InputError, NumericalError, warn
 from .fingerprint import Held, data_key, module_key, tensor_key
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
-from .memory import available_memory, in_words
+from .memory import available_memory, in_words, require_memory
 from .models.accelerated.targets import check_training_data
 from .models.inducing_covariance import (
     IndependentOutputs,
@@ -36,6 +36,7 @@ from .models.prediction import Prediction, check_choice, of_posterior
 from .operators import KernelMatrix
 from .operators.access import Access
 from .operators.expression import recognise
+from .operators.generic_tiles import parameters_as, parameters_of
 from .operators.lazies import KERNELS
 from .operators.tiles import spans
 from .report import no_answer, own_solves
@@ -165,15 +166,28 @@ class InducingPointGP(gpytorch.models.ExactGP):
             )
         return noise
 
-    def _prior_mean(self, x: Tensor) -> Tensor:
-        mean = self.mean_module(x)
-        if mean.shape != (len(x),):
-            raise InputError(f"mean expects to give one value a point, shape ({len(x)},), got {tuple(mean.shape)}.")
+    def _prior_mean(self, x: Tensor, live: bool = False) -> Tensor:
+        """Return prior means ``(..., p)``, in float64 where the mean can be evaluated so.
+
+        In float32 the terms of points far from the origin cancel, and what is left may be off by more than the noise.
+
+        :param live: whether the mean's parameters have gradients.
+        """
+        named = parameters_of(self.mean_module)
+        values = [(value if live else value.detach()).double() for value in named.values()]
+        try:
+            with parameters_as(self.mean_module, list(named), values):
+                mean = self.mean_module(x.double())
+        except RuntimeError:  # of float32 tensors that are no parameters
+            mean = self.mean_module(x)
+        if mean.shape != x.shape[:-1]:
+            raise InputError(f"mean expects to give one value a point, {tuple(x.shape[:-1])}, got {tuple(mean.shape)}.")
         return mean
 
     def _residual(self) -> Tensor:
-        """Targets less prior means, ``(n, t)``."""
-        return self.train_targets.reshape(len(self._x), -1) - self._prior_mean(self._x).unsqueeze(-1)
+        """Return targets less prior means, ``(n, t)``."""
+        targets = self.train_targets.reshape(len(self._x), -1)
+        return (targets - self._prior_mean(self._x).unsqueeze(-1)).to(targets.dtype)
 
     @property
     def solution(self) -> Solution:
@@ -199,8 +213,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         return InducingPointProblem(self.covar_module, self._x, self._residual(), noise, z)
 
     def _solve(self, problem: InducingPointProblem) -> Solution:
-        assert problem.y is not None
-        shape = torch.Size((problem.m, *problem.y.shape[1:]))
+        shape = torch.Size((problem.m, *problem.target_shape))
         solver = automatic_inducing_solver(problem) if isinstance(self.solver, str) else self.solver
         solution = solve_checked(solver, problem, shape, torch.float64, problem.device)
         if solution.report.failed and not getattr(solver, "limited", False):
@@ -243,16 +256,11 @@ class InducingPointGP(gpytorch.models.ExactGP):
 
         :raises InputError: where they do not fit the memory.
         """
-        m, free = len(self.inducing_points), available_memory(self._x.device)
-        if _STATISTICS_BYTES * m**2 > free:
-            raise InputError(
-                f"Variances of DTC take {_STATISTICS_BYTES * m**2 / 2**30:.1f} GiB for {m} inducing points and "
-                f"{free / 2**30:.1f} GiB are free; variance='samples' does without, and the mean is there: "
-                "predict(model, x, variance=None)."
-            )
-        noise = self.noise().to(torch.float64)
-        statistics, least = self._collapse(noise, self._residual()), float(noise.amin())
-        if statistics.shift > _ROUNDED * least:
+        m = len(self.inducing_points)
+        advice = "variance='samples' does without, and the mean is there: predict(model, x, variance=None)."
+        require_memory(_STATISTICS_BYTES * m**2, self._x.device, f"The variance of DTC for m = {m}", advice)
+        statistics = self._collapse(self.noise().double(), self._residual())
+        if statistics.shift > _ROUNDED * (least := float(statistics.noise.amin())):
             warn(
                 "Variances of DTC met the limits of float64: rounding of the kernel matrix of the inducing points may "
                 f"raise them by {statistics.shift:.1e}, where the noise is {least:.1e}. Scale the inputs down, use "
@@ -380,7 +388,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
     def _prior(self, x: Tensor) -> MultivariateNormal:
         if not torch.equal(x, self._x):
             raise RuntimeError("You must train on the training inputs!")
-        term, mean = TraceTerm(), self._prior_mean(x)
+        term, mean = TraceTerm(), self._prior_mean(x, live=True).to(x.dtype)
         self.update_added_loss_term("trace", term)
         differ = isinstance(self.likelihood, FixedNoiseGaussianLikelihood)
         prior = SparsePrior(x, collapse=self._collapse, term=term, noises_differ=differ)
@@ -392,10 +400,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
     def _mean(self, x: Tensor) -> Tensor:
         """``(..., p, t)``, differentiable in x."""
         weights = self.solution.value.reshape(len(self.inducing_points), -1)
-        mean = expansion(self.covar_module, x, self.inducing_points.detach(), weights).to(x.dtype)
-        constants = {name: value.detach() for name, value in self.mean_module.named_parameters()}
-        prior = torch.func.functional_call(self.mean_module, constants, (x,))
-        return mean + prior.unsqueeze(-1)
+        mean = expansion(self.covar_module, x, self.inducing_points.detach(), weights)
+        return (mean + self._prior_mean(x).unsqueeze(-1)).to(x.dtype)
 
 
 def _check_variance(variance: Any, samples: Any) -> int:
