@@ -453,14 +453,17 @@ class Problem:
             at_points = 4 * eps * (np.abs(where) @ weights)
             cross = exact.covariance(self.model.covar_module, self.see(self.reference.x), self.see(where))
             found.mean_rounding = found.mean_rounding + at_points + at_rows * np.abs(self.reference.solve(cross)).sum(0)
+        self.lost = bool((found.mean_by_float64 > self.mean_allowed(found)).any())
         return found
+
+    lost = False  # whether targets are so large beside the noise that a factorization in float64 is not right either
 
     @property
     def hard(self) -> bool:
         # float32 models are solved by conjugate gradients or a factorization in float64, but by ASkotch as they are
         blocks = "ASkotch" in self.case.told.get("options", "") and self.dtype == torch.float32
         limit = 1 / torch.finfo(torch.float32).eps if blocks else HARD
-        return self.reference.condition > min(limit, HARD * exact.EPS / min(self.reference.entries, 1e-2))
+        return self.lost or self.reference.condition > min(limit, HARD * exact.EPS / min(self.reference.entries, 1e-2))
 
     def mean_allowed(self, truth: Truth) -> np.ndarray:
         own = np.median(self.noises()) if truth.noise is None else truth.noise

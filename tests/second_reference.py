@@ -187,6 +187,7 @@ class Truth:
     mean_rounding: np.ndarray
     variance_rounding: np.ndarray
     mean_by_residual: Any = 0.0  # how far a relative residual of one moves the mean
+    mean_by_float64: Any = 0.0  # how far off the mean by a solve in float64 is
     mean_drift: Any = 0.0  # what hyperparameters that are known to float32 leave open
     variance_drift: Any = 0.0
     covariance_drift: Any = 0.0
@@ -233,7 +234,9 @@ class Dense:
         mean_rounding = mean_rounding + waves * (sizes @ np.abs(self.weights))
         variance_rounding = variance_rounding + 2 * waves * (sizes @ np.abs(solved))
         by_residual = length * np.sqrt((self.residual**2).sum())
-        return Truth(mean, own - half.T @ half, noise, mean_rounding, variance_rounding, by_residual)
+        plain = np.linalg.solve(self.matrix.astype(float), self.residual.astype(float))
+        by_float64 = np.abs(cross.T @ (plain - self.weights))
+        return Truth(mean, own - half.T @ half, noise, mean_rounding, variance_rounding, by_residual, by_float64)
 
     def log_density(self) -> float:
         n = len(self.x)

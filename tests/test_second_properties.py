@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import os
 
+import gpytorch
+import numpy as np
 import pytest
 
 import second_cases
+import second_reference
+from second_reference import LONG
 
 CASES = int(os.environ.get("SKETCHGP_SECOND_CASES", "20"))
 SEED = int(os.environ.get("SKETCHGP_SECOND_SEED", "0"))
@@ -31,6 +35,16 @@ def test_every_answer_is_right_or_warned_of_or_refused(kind):
         except second_cases.Fault as fault:
             faults.append(str(fault))
     assert not faults, "\n".join(faults)
+
+
+def test_what_a_factorization_misses_may_be_refused():
+    """A constant kernel, whose weights cancel, with targets far above the noise; and none so far."""
+    kernel, mean = gpytorch.kernels.ConstantKernel().double(), gpytorch.means.ZeroMean()
+    x, y = np.arange(9.0)[:, None], np.arange(9.0)
+    for size, lost in ((1e8, True), (1.0, False)):
+        dense = second_reference.Dense(kernel, mean, x.astype(LONG), size * y.astype(LONG), LONG(1e-9))
+        assert dense.condition < second_cases.HARD
+        assert (dense.at(x[:1].astype(LONG)).mean_by_float64 > 0.05 * 1e-9**0.5).all() == lost
 
 
 def test_a_wrong_answer_is_a_fault():
