@@ -30,9 +30,10 @@ UNCERTAIN = ("lcm", "spectral-mixture")  # whose entries are not known to float6
 
 def by_bound(model: Any, rank: int = RANK) -> tuple[Tensor, Bound]:
     """The marginal log likelihood from below, and the bound."""
-    bound = Bound(sketchgp.RPCholesky(rank=rank))
+    bound = Bound()
     bound.begin()
-    mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, sketchgp.accelerate(model).train())
+    sketchgp.accelerate(model, sketchgp.RPCholesky(rank=rank)).train()
+    mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
     with torch.no_grad(), model._sketchgp.by(bound):
         value = mll(model(*model.train_inputs), model.train_targets, *model.train_inputs)
     return value, bound
@@ -64,8 +65,8 @@ def formula(model: Any, pivots: Tensor) -> tuple[Tensor, Tensor]:
 def test_both_ends_are_those_of_the_dense_formula(name: str, dtype: torch.dtype) -> None:
     model, _ = SOLVED[name].build(dtype)
     value, bound = by_bound(model)
-    assert bound.gap is not None and bound.cache._selection is not None
-    pivots = bound.cache._selection.pivots
+    assert bound.gap is not None
+    pivots = model._sketchgp.cache._selection.pivots
     assert pivots is not None
     reference, _ = SOLVED[name].build()
     reference.load_state_dict({key: part.double() for key, part in model.state_dict().items()})
@@ -105,7 +106,8 @@ def test_missing_targets_are_left_out_of_the_bound() -> None:
     with gpytorch.settings.observation_nan_policy("mask"):
         with dense():
             exact = float(marginal(sketchgp.accelerate(model), mll)[0])
-        bound = Bound(sketchgp.RPCholesky(rank=RANK))
+        sketchgp.accelerate(model, sketchgp.RPCholesky(rank=RANK))
+        bound = Bound()
         with torch.no_grad(), model._sketchgp.by(bound):
             lower = float(mll(model.likelihood, model)(model(*model.train_inputs), model.train_targets))
     assert bound.gap is not None

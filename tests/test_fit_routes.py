@@ -15,8 +15,10 @@ from gpytorch.kernels import MaternKernel, ScaleKernel
 
 import sketchgp
 from gp_models import SOLVED, Plain, data, iterative
+from sketchgp.density import Probes
 from sketchgp.fitting.objective import Objective
 from sketchgp.fitting.plan import by_neighbors, rows_before
+from sketchgp.solvers.recurrence import LostToRoundingError
 
 CG = sketchgp.ConjugateGradients(tol=1e-2)
 SKOTCH = sketchgp.Skotch(tol=1e-1, block_size=50)
@@ -169,3 +171,46 @@ def test_the_look_at_a_model_leaves_its_running_means(monkeypatch):
     monkeypatch.setattr(type(model), "forward", lambda self, x: forward(self, self.norm(x)))
     by_neighbors(Objective(model, None))
     assert not model.norm.running_mean.any() and int(model.norm.num_batches_tracked) == 0
+
+
+def test_neighbours_follow_the_lengthscales(monkeypatch):
+    """Those chosen at the end of a fit to few rows are not those of its own end."""
+    for name, limit in LOWER.items():
+        monkeypatch.setattr(f"sketchgp.fitting.{name}", limit)
+    monkeypatch.setattr("sketchgp.preconditioners.automatic._ROWS", 900)
+    monkeypatch.setattr("sketchgp.fitting.plan._NEIGHBORS", 3)
+    x, noise, _ = data(n=910, d=2)
+    y = torch.sin(40 * x[:, 0]) + 0.1 * noise
+    model = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), ScaleKernel(MaternKernel(nu=1.5, ard_num_dims=2)))
+    sketchgp.accelerate(model.double(), solver=CG)
+    history = sketchgp.fit(model, num_probes=2, iterations=60, tol=1e-3).subset
+    assert history is not None and (history.objective, history.rows) == ("vecchia", 910)
+    assert history.restarts
+    objective = Objective(model.train(), gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model))
+    with torch.no_grad():
+        for name, values in history.hyperparameters.items():
+            part, _, leaf = name.rpartition(".")
+            model.get_submodule(part).initialize(**{leaf: torch.tensor(values[history.best_step]).double()})
+    density = by_neighbors(objective)
+    assert objective.by(density).evaluate(gradient=False).value == pytest.approx(history.best_loss, abs=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["lbfgs", "adam"])
+def test_a_run_begins_anew_where_float32_has_lost_the_matrix(monkeypatch, optimizer):
+    """Its losses are not compared with those before, which may be far too low."""
+    estimate, calls = Probes._estimate, [0]
+
+    def lost(self, operator, *others, judged=True):
+        calls[0] += operator.dtype == torch.float32
+        if operator.dtype == torch.float32 and calls[0] > 3:
+            raise LostToRoundingError("lost")
+        each, determinant = estimate(self, operator, *others, judged=judged)
+        return each, determinant - 1000 * (operator.dtype == torch.float32)
+
+    monkeypatch.setattr(Probes, "_estimate", lost)
+    model = build(180, CG).float()
+    with iterative(tol=1e-3):
+        history = sketchgp.fit(model, objective="probes", start="model", optimizer=optimizer, iterations=30)
+    (start,) = history.restarts
+    assert 0 < start <= history.best_step and history.best_loss > min(history.losses[:start])
+    assert any("float64 products" in note for note in history.notes)

@@ -20,8 +20,8 @@ import torch
 from linear_operator.operators import DiagLinearOperator, InterpolatedLinearOperator, LinearOperator
 from torch import Tensor
 
+from ..operators import LowRankPlusDiagonal
 from ..operators.access import Access, evaluated_accurately, terms
-from ..preconditioners import Preconditioner, PreconditionerCache
 from ..solvers.certificate import Certificate
 from ..solvers.energy import SampleGoal
 from ..space import Factor, square_norms
@@ -48,42 +48,57 @@ def log_slack(prior: Tensor, factor: Factor, noise: Tensor) -> Tensor:
 class Bound(LogDensity):
     """Log densities as lower bounds, together with how far above them the upper bounds are; without gradients.
 
-    :param choice: of the preconditioner, with pivots and ``F F^T <= K`` (:meth:`serves`).
-    :param limit: the largest gap of the log determinant, in nats, that a solve is worth.
+    P is the model's preconditioner, where it is made of pivots and ``F F^T <= K``.
+
+    :param limit: the largest gap of a log determinant, in nats, that a solve is worth.
     :ivar gap: nats between the two ends of the log densities since :meth:`begin`; None where there were none, or NaN
         where nothing is certain, or the limit is exceeded.
     """
 
-    cache: PreconditionerCache
-
-    def __init__(self, choice: Preconditioner, limit: float = math.inf) -> None:
-        self.cache, self.limit = PreconditionerCache(choice), limit
-
-    @staticmethod
-    def serves(choice: Preconditioner | None) -> bool:
-        """Return whether a preconditioner lies below the matrix, by pivots."""
-        return choice is not None and choice.pivoted and choice.below
+    def __init__(self, limit: float = math.inf) -> None:
+        self.limit = limit
 
     @torch.no_grad()
     def inv_quad_logdet(self, operator: Any, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Return upper bounds of ``r^T A^-1 r`` and of ``log det A``, float64; see :class:`LogDensity`."""
-        kernel, noise = evaluated_accurately(operator.kernel_matrix), operator.noise
-        accurate = operator.rebuilt(kernel, DiagLinearOperator(noise.to(kernel.dtype)))
-        system = accurate.system()
-        built = self.cache.get(kernel, noise)
-        certificate = Certificate(system, built, below=True)
-        excess = log_slack(Access(kernel).diagonal(), built.factor, built.diagonal_part)
-        nats = float(excess.sum()) / 2
-        batch = torch.broadcast_shapes(columns.shape[:-2], system.batch_shape)
+        batch = torch.broadcast_shapes(columns.shape[:-2], operator.batch_shape)
         b = columns.to(torch.float64).expand(*batch, *columns.shape[-2:])
-        if not (certificate.known and _semidefinite(kernel) and nats <= self.limit):
+        ends = self._ends(operator, b)
+        if ends is None:
             self.gap = math.nan
-            return b.sum(dim=-2) * math.nan, built.log_determinant()
-        w, r = self._solve(operator, built, b, nats / b[..., 0, :].numel())
+            return b.sum(dim=-2) * math.nan, b.sum(dim=(-1, -2)) * math.nan
+        (low, high), (least, most) = ends
+        self.gap = (self.gap or 0.0) + 0.5 * float((high - low).sum() + (most - least).sum())
+        return high, most
+
+    def _ends(self, operator: Any, b: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+        """Return both ends of the forms and of the log determinant; None where nothing is certain or tight."""
+        acceleration, noise = operator.acceleration, operator.noise
+        if self._preconditioner(acceleration, operator.kernel_matrix, noise) is None:
+            return None
+        kernel = evaluated_accurately(operator.kernel_matrix)
+        found = self._preconditioner(acceleration, kernel, noise)
+        if found is None:
+            return None
+        built, excess = found
+        accurate = operator.rebuilt(kernel, DiagLinearOperator(noise.to(kernel.dtype))).system()
+        certificate = Certificate(accurate, built, below=True)
+        if not (certificate.known and _semidefinite(kernel)):
+            return None
+        w, r = self._solve(operator, built, b, float(excess.sum()) / 2 / b[..., 0, :].numel())
         _, low, high = certificate.bounds(b, w, r)
-        rounded = -system.n * certificate.slack.squeeze(-1).log()
-        self.gap = (self.gap or 0.0) + 0.5 * float((high - low).sum() + (excess + 2 * rounded).sum())
-        return high, built.log_determinant() + excess + rounded
+        determinant, rounded = built.log_determinant(), -accurate.n * certificate.slack.squeeze(-1).log()
+        return (low, high), (determinant - rounded, determinant + excess + rounded)
+
+    def _preconditioner(
+        self, acceleration: Any, kernel: Any, noise: Tensor
+    ) -> tuple[LowRankPlusDiagonal, Tensor] | None:
+        """Return P and what the log determinant may be above its own; None where it gives no bound, or a wide one."""
+        built, chosen = acceleration.build(kernel, noise, differentiable=False), acceleration.cache.chosen
+        if built is None or not (chosen.pivoted and chosen.below):
+            return None
+        excess = log_slack(Access(kernel).diagonal(), built.factor, built.diagonal_part)
+        return (built, excess) if float(excess.sum()) <= 2 * self.limit else None
 
     def _solve(self, operator: Any, built: Any, b: Tensor, nats: float) -> tuple[Tensor, Tensor]:
         """Return w and ``r = b - A w`` with a small ``r^T P^-1 r``.
@@ -97,7 +112,13 @@ class Bound(LogDensity):
         for _ in range(_TRIES):
             goal = SampleGoal(b.new_ones(()), b.new_zeros(1), share=math.inf)  # the residual alone says when to end
             value, product, report = dataclasses.replace(solver, tol=min(0.5, max(1e-14, 3 * tol))).explain(
-                system, b, goal, preconditioner=built, name=self.cache.choice.name, below=True, initial=value
+                system,
+                b,
+                goal,
+                preconditioner=built,
+                name=operator.acceleration.cache.chosen.name,
+                below=True,
+                initial=value,
             )
             r = b - product
             excess = float((r * built.apply_inverse(r)).sum(dim=-2).max()) / target

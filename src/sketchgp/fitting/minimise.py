@@ -23,7 +23,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from ..errors import NumericalError
-from .history import SETTLED, UNSURE
+from .history import LOST, SETTLED, UNSURE
 from .record import Evaluation
 from .steps import NOT_FINITE, Steps
 from .variables import Variables
@@ -48,7 +48,7 @@ _FIRST = "The marginal likelihood is not finite; check the data and the noise."
 
 
 class _End(Exception):
-    """Signals the end of the fit from inside SciPy's loop."""
+    """Signals the end of a run from inside a line search."""
 
 
 def minimise(
@@ -154,6 +154,8 @@ class _Search:
     def evaluate(self, vector: np.ndarray) -> _Point:
         """Return the point with these variables; a loss that cannot be computed is given a high value.
 
+        The run ends where losses have become those of another function.
+
         :raises NumericalError: if the first loss is not finite.
         """
         for point in self._latest:
@@ -163,6 +165,9 @@ class _Search:
         self.variables.put(vector)
         evaluation = self.objective.evaluate()
         self.steps.count(evaluation)
+        if self.steps.changed:
+            history.reason = LOST
+            raise _End
         gradient = self.variables.gradient(vector)
         if not math.isfinite(evaluation.value) or not np.isfinite(gradient).all():
             if len(history.losses) == self.steps.first:
@@ -262,7 +267,10 @@ def lbfgs(steps: Steps, inverse_hessian: InverseHessian | None) -> InverseHessia
     if search.note(search.point):
         return inverse_hessian
     if inverse_hessian is not None:
-        inverse_hessian, ended = search.newton(inverse_hessian)
+        try:
+            inverse_hessian, ended = search.newton(inverse_hessian)
+        except _End:
+            ended = True
     if not ended:
         inverse_hessian = InverseHessian.updated(inverse_hessian, search.scipy(inverse_hessian))
     search.judge()

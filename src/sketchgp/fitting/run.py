@@ -21,7 +21,7 @@ from ..memory import out_of_memory
 from ..models.accelerated.acceleration import Acceleration
 from ..solvers.loop import compare_ranks
 from . import starts
-from .history import DEAR, FLAT, SETTLED, STOPPED, UNSURE, FitHistory
+from .history import DEAR, FLAT, LOST, SETTLED, STOPPED, UNSURE, FitHistory
 from .minimise import minimise
 from .objective import ModelState, Objective
 from .plan import by_neighbors, dearest, exact_objective, on_subset, route, rows_before
@@ -345,6 +345,8 @@ class Fit:
                 self.kept = stage.best or self.kept
             if stage.history.reason == DEAR:
                 stage.leave_long_solves()
+            elif stage.history.reason == LOST:
+                stage.begin_anew()
             elif not stage.renew_neighbors(self.choices.tol):
                 stage.base.restore(stage.steps.best)
                 return

@@ -88,13 +88,6 @@ class Stage:
         """The parameters of the best step; None before the first."""
         return self.steps.best if self.steps is not None and self.history.losses else None
 
-    def go_on_with(self, objective: Objective, kind: str, note: str, restart: bool = True) -> None:
-        """Minimise other losses from here on; ``restart`` records that the optimiser begins anew."""
-        self.objective, self.kind, self.history.objective = objective, kind, kind
-        self.history.notes.append(note)
-        if restart:
-            self.history.restarts.append(len(self.history.losses))
-
     def judge_revived(self) -> None:
         """Judge by one evaluation which lengthscales, of inputs that fewer rows found irrelevant, do matter.
 
@@ -122,22 +115,26 @@ class Stage:
             return False
         if done <= steps.first + 1:  # it has ended where it began
             return False
-        self.base.restore(steps.best)
         density.cache.release()
         self.tol = tol
-        history.restarts.append(done)
+        self.begin_anew()
         return True
+
+    def begin_anew(self) -> None:
+        """Begin another run from the best parameters, as losses are values of another function from here on."""
+        assert self.steps is not None
+        self.base.restore(self.steps.best)
+        self.history.restarts.append(len(self.history.losses))
 
     def leave_long_solves(self) -> None:
         """Go on with exact losses from the best parameters, where solves take longer than a factorization."""
-        assert self.steps is not None and self.base.acceleration is not None
-        self.base.restore(self.steps.best)
+        assert self.base.acceleration is not None
+        self.begin_anew()
         self.base.acceleration.cache.release()
-        done = len(self.history.losses)
-        self.go_on_with(
-            exact_objective(self.base.model, self.base.mll),
-            "exact",
-            f"after {done} steps the solves of a loss took longer than a factorization: went on with those",
+        self.objective, self.kind = exact_objective(self.base.model, self.base.mll), "exact"
+        self.history.objective, done = self.kind, len(self.history.losses)
+        self.history.notes.append(
+            f"after {done} steps the solves of a loss took longer than a factorization: went on with those"
         )
 
     def by_other_probes(self, seed: int, count: int) -> tuple[float, float] | None:
@@ -166,18 +163,15 @@ class Stage:
                 objective.restore(base.state())
                 value = objective.evaluate(gradient=False).value
             return (value, value) if math.isfinite(value) else None
-        choice = None if acceleration is None or self.kind != "probes" else acceleration.cache.chosen
-        if not Bound.serves(choice):  # neighbours leave less than pivots do
+        if self.kind != "probes" or acceleration is None or not acceleration.preconditions():
             return None
-        assert acceleration is not None and choice is not None
-        acceleration.cache.release()  # F is the largest array there is, and another one is to come
         for candidate in (base, exact_objective(base.model, base.mll)):
-            bound = Bound(choice, _WIDEST * base.rows)
+            bound = Bound(_WIDEST * base.rows)
             with shortfall_counted():
                 value = candidate.by(bound).evaluate(gradient=False).value
             if bound.gap is None:
-                note = "GPyTorch inverts the covariance by its structure: there is nothing to bound"
-                self.go_on_with(objective, "given", note, restart=False)
+                history.objective = "given"
+                history.notes.append("GPyTorch inverts the covariance by its structure: there is nothing to bound")
                 return None
             if math.isfinite(value - bound.gap):
                 return value - bound.gap / base.rows, value

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..density import standard_error
-from .history import DEAR, SETTLED, STOPPED
+from .history import DEAR, LOST, SETTLED, STOPPED
 from .record import Evaluation
 
 _NEAR = 4  # steps of L-BFGS over which a loss is judged near a minimum
@@ -36,6 +36,7 @@ class Steps:
 
     :ivar first: number of steps before this run.
     :ivar best: the parameters of the best step, of this run or the one before.
+    :ivar changed: whether losses are by float64 products now, and were not at the first step.
     :ivar dearest: a run ends where an evaluation takes more products with the kernel matrix.
     """
 
@@ -48,11 +49,14 @@ class Steps:
         self._span = span if stage.inverse_hessian is None else min(span, _NEAR)
         self._probes: list[tuple[Tensor, ...]] = []  # of each step
         self._since: list[Evaluation] = []  # evaluations since the last step: those of a line search
+        self._doubled: float | None = None  # at the first one
+        self.changed = False
 
     def count(self, evaluation: Evaluation) -> None:
         """Count an evaluation, those of a line search among them."""
         self.history.evaluations += 1
         self._since.append(evaluation)
+        self.changed = self._doubled not in (None, evaluation.doubled)
 
     def note(self, evaluation: Evaluation, gradient: float, state: list[Tensor]) -> bool:
         """Record a step; return whether the run ends here.
@@ -73,13 +77,15 @@ class Steps:
         self._since.clear()
         self._probes.append(evaluation.probes)
         if len(history.losses) == self.first + 1:
-            history.best_step, self.best = self.first, state
+            history.best_step, self.best, self._doubled = self.first, state, evaluation.doubled
         elif value < history.best_loss:
             history.best_step, self.best = len(history.losses) - 1, state
         self.bar.set_postfix_str(history.latest(), refresh=False)  # before update, which shows it
         self.bar.update()
         if self.callback is not None and self.callback(len(history.losses) - 1, value):
             history.reason = STOPPED
+        elif self.changed:
+            history.reason = LOST
         elif evaluation.products > self.dearest:
             history.reason = DEAR
         elif self._settled():
