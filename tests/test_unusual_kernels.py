@@ -268,3 +268,15 @@ def test_distances_of_kernels_that_are_called(kernel, graph):
         if graph:
             slope = torch.autograd.grad(found[0].sum(), inputs, create_graph=True)[0]
             assert torch.isfinite(torch.autograd.grad(slope.sum(), inputs)[0]).all()
+
+
+def test_the_gradient_of_a_kernel_that_is_called_knows_rows_next_to_each_other():
+    """The slope of a distance is that of its square over itself, which the rounding of a product would drown."""
+    kernel = PiecewisePolynomialKernel(q=0)
+    kernel.lengthscale = 0.01
+    near = 5 * points(20, 1).float()
+    x = torch.cat([near, near + 2.0**-16])
+    (found,) = torch.autograd.grad(to_dense(evaluated(kernel(x, x))).diagonal(20).sum(), kernel.raw_lengthscale)
+    apart = (x[20:] - near).double().sum()
+    expected = apart / 0.01**2 * torch.sigmoid(kernel.raw_lengthscale.detach().double())
+    assert relative(found, expected) < 0.05

@@ -149,10 +149,10 @@ def _distances(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False, last_
         x1, x2 = x1.mT.unsqueeze(-1), x2.mT.unsqueeze(-1)
     if diag or x1.shape[-1] > _FEATURES or x1.dtype.itemsize < 4:
         return Kernel.covar_dist(kernel, x1, x2, diag=diag, square_dist=square_dist, **options)
-    square = torch.cdist(x1.detach(), x2.detach(), compute_mode="donot_use_mm_for_euclid_dist").square()
-    if torch.is_grad_enabled() and (x1.requires_grad or x2.requires_grad):  # GPyTorch's can be differentiated twice
-        product = Kernel.covar_dist(kernel, x1, x2, square_dist=True)
-        square = product + (square - product).detach()
+    if torch.is_grad_enabled() and (x1.requires_grad or x2.requires_grad):  # cdist can be differentiated once
+        square = (x1.unsqueeze(-2) - x2.unsqueeze(-3)).square().sum(dim=-1)
+    else:
+        square = torch.cdist(x1, x2, compute_mode="donot_use_mm_for_euclid_dist").square()
     return square if square_dist else square.clamp_min(1e-30).sqrt()
 
 
