@@ -230,6 +230,8 @@ class Dense:
         mean_rounding = grow * length * np.sqrt((self.weights**2).sum())
         mean_rounding = mean_rounding + 4 * self.entries * (np.abs(cross).T @ np.abs(self.weights))
         variance_rounding = 8 * self.entries * np.diagonal(own) + grow * length**2
+        # a network rounds training rows otherwise beside test rows: entries C too many in cross explain |C|^2 / noise
+        variance_rounding = variance_rounding + ((self.entries * cross) ** 2).sum(0) / self.noise.min()
         waves, sizes = 4 * phases * np.sqrt(np.diagonal(own)), np.sqrt(np.diagonal(self.prior))
         mean_rounding = mean_rounding + waves * (sizes @ np.abs(self.weights))
         variance_rounding = variance_rounding + 2 * waves * (sizes @ np.abs(solved))
