@@ -265,6 +265,10 @@ class Sparse:
         self.outer = cholesky(whole)
         residual = y - mean_of(mean, x)
         self.weights = backwards(self.outer, forwards(self.outer, (cross / noise) @ residual))
+        right = np.sqrt(((covariance(kernel, points, x) @ (residual / noise)) ** 2).sum())
+        inverse = forwards(self.outer, forwards(self.inner, np.eye(len(points), dtype=LONG)))
+        # posterior deviations by which ten roundings of the right-hand side of the normal equations move a prediction
+        self.by_rounding = 20 * EPS * right * np.sqrt((inverse**2).sum())
         quadratic = (residual**2 / noise).sum() - ((cross / noise) @ residual) @ self.weights
         logs = np.log(noise).sum() + 2 * np.log(np.diagonal(self.outer)).sum()
         prior = np.diagonal(covariance(kernel, x, x))

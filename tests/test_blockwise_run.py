@@ -249,7 +249,7 @@ def test_the_plateau_of_float64():
     assert report.reason == "stagnated"
     assert report.passes < 400
     assert report.max_residual < 1e-10
-    assert "float64 allows no less" in report.advice()
+    assert "ASkotch gets no further in float64; use Cholesky()" in report.advice()
 
 
 def test_no_block_exceeds_the_block_size(steps):

@@ -290,6 +290,7 @@ def test_advice_is_of_what_the_solver_has(name):
         assert named <= own, advice
         others = set(re.findall(r"([A-Z]\w+)\(", advised)) - ({"RPCholesky"} if "preconditioner" in named else set())
         assert others <= set(solvers) - {name} and all((one in (*FULL, "Cholesky")) == full for one in others), advice
+        assert not others or not re.search("allows no less|cannot do better", advised), advice
         assert reason in STOPPED[1:] or "initial" not in named or "max_" in advised
         assert name not in STREAMS or reason not in STOPPED or "learn again" in advised  # of the models
         assert (f" after {report.iterations} iterations: " in advice) == (name not in DIRECT)

@@ -239,8 +239,9 @@ class SolveReport(Shown):
         remedy = self.remedies.get(self.reason, _ADVICE.get(self.reason))
         if self.reason == Reason.STAGNATED and not remedy:
             remedy = f"{self.dtype} cannot do better; use a float64 model and data, or raise the noise."
-            if self.dtype == "float64":
-                remedy = "Rounding in float64 allows no less; raise tol or the noise, or use Cholesky()."
+            if self.dtype == "float64" or self.letter == "m":
+                other = "QR()" if self.letter == "m" else "Cholesky()"
+                remedy = f"{self.solver} gets no further in {self.dtype}; use {other}, or raise tol or the noise."
         return marked(f"{head} {remedy}" if remedy else head, _TROUBLES.get(self.reason) if named else None)
 
     @property

@@ -24,7 +24,6 @@ from .method import Method, Outcome, Progress, largest_of
 
 _DELAY = 2.0  # seconds before a progress bar appears
 _BAR = "{desc}: {n:.4g}/{total} {unit} [{elapsed}<{remaining}] {postfix}"
-_REMEDIES = {"m": {Reason.STAGNATED: "Rounding in float64 allows no less; raise tol or the noise, or use QR()."}}
 _OUT_OF = {"iterations": Reason.ITERATIONS, "passes": Reason.PASSES, "epochs": Reason.EPOCHS}
 _ENDS: tuple[Reason | None, ...] = (None, *Reason)
 _ROUNDED = 1e-9  # of a unit of work that is a sum of many parts
@@ -342,19 +341,18 @@ class Run:
     def report(self, **facts: Any) -> SolveReport:
         """Return the report, once ``loop`` has ended.
 
-        :param facts: fields that only the solver knows; details and remedies among them are added to those known here.
+        :param facts: fields that only the solver knows; details among them are added to those known here.
         """
         assert self.outcome is not None
         method, outcome = self.method, self.outcome
         details = {**outcome.facts.get("details", {}), **facts.get("details", {})}
         if self.resumed_after is not None:
             details["resumed_after"] = self.resumed_after
-        remedies = _REMEDIES.get(method.letter, {}) | facts.get("remedies", {})
         return SolveReport(
             **{
                 "solver": method.name,
                 "size": method.size,
-                "letter": "m" if method.letter == "n" else method.letter,
+                "letter": method.letter,
                 "n": method.data_rows,
                 "work": {"iterations": method.iterations, **method.tally, "passes": method.passes},
                 "residual": outcome.residual.cpu(),
@@ -370,6 +368,5 @@ class Run:
                 **outcome.facts,
                 **facts,
                 "details": details,
-                "remedies": remedies,
             }
         )
