@@ -854,12 +854,7 @@ def losses(case: Case) -> None:
         # up to the threshold GPyTorch factorizes, in the dtype of the model
         unit = max(reference.entries, 0.0 if few else torch.finfo(problem.dtype).eps / 2)
         backward = 8 * unit * np.sqrt((reference.matrix**2).sum()) * float((reference.weights**2).sum()) / n
-        logs = np.log(np.linalg.eigvalsh(reference.matrix.astype(float)).clip(1e-300))
-        # Probes see the spread of the eigenvalues of P^-1 A, without P those of A; a P of some directions, which takes
-        # the others for noise, leaves eigenvalues from 1 to the ratio of the largest to the noise, half at either end.
-        spread = 6 * math.sqrt(float(((logs - logs.mean()) ** 2).sum()))
-        worst = 4 * math.sqrt(n) / 2 * float(logs.max() - np.log(problem.noises().min()))
-        probes = math.sqrt(2 / count) * max(spread, worst) / 2 / n if few else 0.0
+        probes = of_probes(reference.matrix, reference.noise, count) / n if few else 0.0
         allowed = 0.01 + share * (1 + abs(value) + quadratic) + probes
         case.close("mll", found.detach().double().item(), value, allowed, backward)
         if problem.dtype == torch.float32 or model.net is not None or case.warned or (few and not tight):
@@ -897,6 +892,18 @@ def losses(case: Case) -> None:
             rounding = max(1e3, 1 / step if few else 0.0) * backward
             rounding = rounding + (float(solved) + doubt * (abs(value) + quadratic)) / step
             case.close(f"gradient of {name}", gradient, slope, 0.05 + 0.15 * abs(slope), rounding)
+
+
+def of_probes(matrix: np.ndarray, noise: np.ndarray, count: int = 10) -> float:
+    """Return how far the log density of a matrix may be off where probes estimate its log determinant.
+
+    They see the spread of the eigenvalues of P^-1 A, without P those of A.  A P of some directions, which takes the
+    others for noise, leaves eigenvalues from 1 to the ratio of the largest to the noise, half at either end.
+    """
+    logs = np.log(np.linalg.eigvalsh(matrix.astype(float)).clip(1e-300))
+    spread = 6 * math.sqrt(float(((logs - logs.mean()) ** 2).sum()))
+    worst = 4 * math.sqrt(len(logs)) / 2 * float(logs.max() - np.log(noise.min()))
+    return math.sqrt(2 / count) * max(spread, worst) / 2
 
 
 def left_out(case: Case) -> None:
@@ -1672,8 +1679,7 @@ def several(case: Case) -> None:
         value += float(
             -((right - centre) @ solved) / 2 - np.log(np.diagonal(factor)).sum() - len(right) * np.log(2 * PI_) / 2
         )
-        logs = np.log(np.linalg.eigvalsh(matrix.astype(float)).clip(1e-300))
-        probes += float(((logs - logs.mean()) ** 2).sum())
+        probes = math.hypot(probes, of_probes(matrix, noise))
         hard = hard or float(np.trace(matrix) / noise.min()) > HARD
 
     def shaped(parts: list[np.ndarray]) -> np.ndarray:
@@ -1704,7 +1710,7 @@ def several(case: Case) -> None:
                         "several loss",
                         found,
                         value / count,
-                        0.01 + share * 5 * (1 + abs(value / count)) + 3 * math.sqrt(0.2 * probes) / count,
+                        0.01 + share * 5 * (1 + abs(value / count)) + probes / count,
                         8 * exact.EPS * HARD,
                     )
                 model.eval()
@@ -1789,8 +1795,7 @@ def missing(case: Case) -> None:
                 # GPyTorch divides by all rows or by those observed
                 ways = np.array([value, value * keep.sum() / n])
                 nearest = ways[np.abs(ways - found).argmin()]
-                logs = np.log(np.linalg.eigvalsh(reference.matrix.astype(float)))
-                probes = 6 * math.sqrt(0.2 * float(((logs - logs.mean()) ** 2).sum())) / 2 / n
+                probes = of_probes(reference.matrix, reference.noise) / keep.sum()
                 case.close("masked loss", found, nearest, 0.02 + 0.01 * abs(value) + probes)
 
 
