@@ -51,8 +51,8 @@ class Bound(LogDensity):
     P is the model's preconditioner, where it is made of pivots and ``F F^T <= K``.
 
     :param limit: the largest gap of a log determinant, in nats, that a solve is worth.
-    :ivar gap: nats between the two ends of the log densities since :meth:`begin`; None where there were none, or NaN
-        where nothing is certain, or the limit is exceeded.
+    :ivar gap: nats between the two ends of the log densities since :meth:`begin`; None where there were none, NaN where
+        nothing is certain, infinite where P is none of these or the limit is exceeded.
     """
 
     def __init__(self, limit: float = math.inf) -> None:
@@ -65,15 +65,15 @@ class Bound(LogDensity):
         b = columns.to(torch.float64).expand(*batch, *columns.shape[-2:])
         ends = self._ends(operator, b)
         if ends is None:
-            self.gap = math.nan
             return b.sum(dim=-2) * math.nan, b.sum(dim=(-1, -2)) * math.nan
         (low, high), (least, most) = ends
         self.gap = (self.gap or 0.0) + 0.5 * float((high - low).sum() + (most - least).sum())
         return high, most
 
     def _ends(self, operator: Any, b: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-        """Return both ends of the forms and of the log determinant; None where nothing is certain or tight."""
-        acceleration, noise = operator.acceleration, operator.noise
+        """Return both ends of the forms and of the log determinant; None, with the gap set, where there are none."""
+        acceleration, noise, before = operator.acceleration, operator.noise, self.gap
+        self.gap = math.inf
         if self._preconditioner(acceleration, operator.kernel_matrix, noise) is None:
             return None
         kernel = evaluated_accurately(operator.kernel_matrix)
@@ -84,7 +84,9 @@ class Bound(LogDensity):
         accurate = operator.rebuilt(kernel, DiagLinearOperator(noise.to(kernel.dtype))).system()
         certificate = Certificate(accurate, built, below=True)
         if not (certificate.known and _semidefinite(kernel)):
+            self.gap = math.nan
             return None
+        self.gap = before
         w, r = self._solve(operator, built, b, float(excess.sum()) / 2 / b[..., 0, :].numel())
         _, low, high = certificate.bounds(b, w, r)
         determinant, rounded = built.log_determinant(), -accurate.n * certificate.slack.squeeze(-1).log()

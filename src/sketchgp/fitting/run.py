@@ -228,7 +228,7 @@ class Fit:
         choices, above, stages = self.choices, self.full, list[Stage]()
         near = by_neighbors(above.base) if above.kind == "probes" and above.base.acceleration else None
         if near is not None:
-            part = Stage.vecchia(above, near, self._rough)
+            part = Stage.vecchia(above, near)
             above.history.subset = part.history
             stages, above = [part], part
         limit = choices.iterations if self.history.optimizer == "lbfgs" else None  # Adam's steps are no measure
@@ -347,7 +347,7 @@ class Fit:
                 stage.leave_long_solves()
             elif stage.history.reason == LOST:
                 stage.begin_anew()
-            elif not stage.renew_neighbors(self.choices.tol):
+            elif not stage.renew_neighbors():
                 stage.base.restore(stage.steps.best)
                 return
 
@@ -355,6 +355,7 @@ class Fit:
         """Return the steps of the next run, which begins near a minimum where the inverse Hessian is known."""
         history, acceleration = stage.history, stage.base.acceleration
         steps = Steps(stage, bar, self.callback, self.record.began)
+        steps.longest = stage.longest
         if history.optimizer == "lbfgs" and stage.kind == "probes":
             steps.dearest = dearest(stage.base, self.choices.objective)
         cache = None if acceleration is None else acceleration.cache

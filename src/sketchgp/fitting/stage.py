@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..density import Bound, Exact, Probes, Vecchia, standard_error
 from ..report import shortfall_counted
-from .history import SETTLED, FitHistory
+from .history import AGED, SETTLED, FitHistory
 from .minimise import STEEP, STUCK, InverseHessian
 from .objective import Objective
 from .plan import exact_objective
@@ -21,6 +21,7 @@ ENDED = (SETTLED, STUCK, STEEP)  # reasons of a fit that nothing has cut short
 _WORSE = 1.0  # nats a row by which the loss of more rows may be above that of fewer
 _WIDEST = 0.1  # nats a row that a bracket of the loss may leave open
 _RENEWALS = 6  # of the neighbours, before Vecchia's approximation is left as it is
+_FIRST = 4  # steps before the first of them
 _OTHERS = 2**40  # added to the seed of a fit for probes that it has not seen
 
 
@@ -73,13 +74,10 @@ class Stage:
         return cls(base, kind, history, tol, limit, False, few)
 
     @classmethod
-    def vecchia(cls, full: Stage, density: Vecchia, rough: float) -> Stage:
-        """Return the stage before one on all rows, of the same model by Vecchia's approximation.
-
-        :param rough: the tolerance until neighbours are chosen anew.
-        """
+    def vecchia(cls, full: Stage, density: Vecchia) -> Stage:
+        """Return the stage before one on all rows, of the same model by Vecchia's approximation."""
         history = FitHistory(optimizer="lbfgs", objective="vecchia", rows=full.history.rows)
-        stage = cls(full.base, "vecchia", history, rough, full.limit, False)
+        stage = cls(full.base, "vecchia", history, full.tol, full.limit, False)
         stage.objective = full.base.by(density)
         return stage
 
@@ -103,20 +101,21 @@ class Stage:
             one.take_back() if wrong else one.judge()
         self.revived.clear()
 
-    def renew_neighbors(self, tol: float) -> bool:
-        """Choose neighbours anew where the latest run has moved away from those it had; return whether it has.
+    @property
+    def longest(self) -> float:
+        """The most steps of the next run: neighbours are chosen anew after few steps at first, and then after more."""
+        done = len(self.history.restarts)
+        return _FIRST * 2**done if self.kind == "vecchia" and done < _RENEWALS else math.inf
 
-        :param tol: the tolerance from here on.
-        """
+    def renew_neighbors(self) -> bool:
+        """Choose neighbours anew where the latest run has moved away from those it had; return whether it has."""
         history, density, steps = self.history, self.objective.density, self.steps
         assert steps is not None
-        done = len(history.losses)
-        if not isinstance(density, Vecchia) or history.reason not in ENDED or len(history.restarts) >= _RENEWALS:
+        if not isinstance(density, Vecchia) or history.reason not in (*ENDED, AGED):
             return False
-        if done <= steps.first + 1:  # it has ended where it began
+        if self.longest == math.inf or len(history.losses) <= steps.first + 1:  # it has ended where it began
             return False
         density.cache.release()
-        self.tol = tol
         self.begin_anew()
         return True
 
@@ -169,10 +168,12 @@ class Stage:
             bound = Bound(_WIDEST * base.rows)
             with shortfall_counted():
                 value = candidate.by(bound).evaluate(gradient=False).value
-            if bound.gap is None:
+            if bound.gap == math.inf:
+                return None
+            if bound.gap is None and math.isfinite(value):
                 history.objective = "given"
                 history.notes.append("GPyTorch inverts the covariance by its structure: there is nothing to bound")
                 return None
-            if math.isfinite(value - bound.gap):
+            if bound.gap is not None and math.isfinite(value - bound.gap):
                 return value - bound.gap / base.rows, value
         return None

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..density import standard_error
-from .history import DEAR, LOST, SETTLED, STOPPED
+from .history import AGED, DEAR, LOST, SETTLED, STOPPED
 from .record import Evaluation
 
 _NEAR = 4  # steps of L-BFGS over which a loss is judged near a minimum
@@ -38,13 +38,14 @@ class Steps:
     :ivar best: the parameters of the best step, of this run or the one before.
     :ivar changed: whether losses are by float64 products now, and were not at the first step.
     :ivar dearest: a run ends where an evaluation takes more products with the kernel matrix.
+    :ivar longest: the most steps of a run.
     """
 
     def __init__(self, stage: Any, bar: Any, callback: Callable[[int, float], Any] | None, began: float) -> None:
         self.objective, self.history, self.limit, self.tol = stage.objective, stage.history, stage.limit, stage.tol
         self.bar, self.callback, self.began = bar, callback, began
         self.first, self.best = len(self.history.losses), stage.best or self.objective.state()
-        self.dearest = math.inf
+        self.dearest = self.longest = math.inf
         span = _SPAN.get(self.history.objective, _ESTIMATED)
         self._span = span if stage.inverse_hessian is None else min(span, _NEAR)
         self._probes: list[tuple[Tensor, ...]] = []  # of each step
@@ -88,6 +89,8 @@ class Steps:
             history.reason = LOST
         elif evaluation.products > self.dearest:
             history.reason = DEAR
+        elif len(history.losses) - self.first >= self.longest:
+            history.reason = AGED
         elif self._settled():
             history.reason = SETTLED
         elif len(history.losses) >= self.limit:
