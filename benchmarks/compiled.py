@@ -52,7 +52,7 @@ def launched(name: str, p: int, t: int, precision: str, what: str) -> dict[str, 
         if what == "gradient":
             launch.differentiate(expression, prepared, left, right, True, precision)
         else:
-            launch.multiply(expression, prepared.detached(), 256, right, True, precision)
+            launch.multiply(expression, prepared.converted(torch.Tensor.detach), 256, right, True, precision)
     finally:
         launch.compiled = real
     return found

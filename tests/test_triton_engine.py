@@ -172,7 +172,7 @@ class Case:
         self.dense = _formula(recognise(self.exact), exact).detach().expand(n, n if same else m)
 
     def multiply(self, v, precision="float32"):
-        prepared = self.prepared.detached()
+        prepared = self.prepared.converted(torch.Tensor.detach)
         with torch.no_grad():
             found = multiply(self.expression, prepared, self.x1.shape[0], v.to(DEVICE), self.same, precision)
         return found.double().cpu()
@@ -286,7 +286,7 @@ def test_columns_are_shared_out_where_rows_are_few():
 def test_kernels_do_not_depend_on_the_numbers_of_points():
     def plan(n, p, t):
         case = Case(KERNELS["rbf"](p), p, n, n)
-        return _Problem(case.expression, case.prepared.detached(), "float32").plan(False, t)
+        return _Problem(case.expression, case.prepared.converted(torch.Tensor.detach), "float32").plan(False, t)
 
     assert plan(10, 17, 3) == plan(300, 31, 4)
     assert plan(10, 70, 11) == plan(300, 300, 16)

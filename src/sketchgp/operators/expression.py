@@ -13,7 +13,7 @@ Gaussians that are multiplied become one Gaussian of the concatenated features, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -101,15 +101,15 @@ class Prepared:
     coefficients: Tensor
     memos: dict[int, dict[str, Tensor]] = field(default_factory=dict, repr=False)
 
-    def detached(self) -> Prepared:
-        """Return the same values without autograd."""
+    def converted(self, convert: Callable[[Tensor], Tensor]) -> Prepared:
+        """Return the same values, converted: detached, or of another dtype."""
         parts = []
         for f in self.features:
-            left = f.left.detach()
-            right = left if f.right is f.left else f.right.detach()
-            weight, alpha = (None if t is None else t.detach() for t in (f.weight, f.alpha))
+            left = convert(f.left)
+            right = left if f.right is f.left else convert(f.right)
+            weight, alpha = (None if t is None else convert(t) for t in (f.weight, f.alpha))
             parts.append(Features(left, right, weight, alpha, near=f.near, far=f.far, normal=f.normal))
-        return Prepared(tuple(parts), self.coefficients.detach())
+        return Prepared(tuple(parts), convert(self.coefficients))
 
     def part(self, rows: Tensor | None, columns: Tensor | None) -> Prepared:
         """Return the features of some rows of x1 and x2 (all where None)."""

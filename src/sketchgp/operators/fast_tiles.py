@@ -504,7 +504,7 @@ class _AtomSums:
 class FastGradient:
     """Adds up the gradient tile by tile; ``pairs`` then gives it for the tensors of ``live``.
 
-    :param tiles: the tiles of ``live.detached()``.
+    :param tiles: the tiles of ``live.converted(Tensor.detach)``.
     :param live: features and coefficients that depend on the operator's tensors by autograd.
     :param inputs: whether the inputs need a gradient (the features then do, not their weights alone).
     """

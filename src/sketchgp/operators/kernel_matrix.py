@@ -171,8 +171,6 @@ class KernelMatrix(LinearOperator):
         """The whole matrix ``(..., n, m)``, differentiable; the backward pass goes by tiles."""
         if self._differentiated():
             return _Evaluate.apply(self.pairs, *self._args)
-        if 0 in self.batch_shape:
-            return self.x1.new_zeros(self.shape, dtype=self.dtype)
         return TILED.dense(self.pairs).to(self.dtype)
 
     def columns(self, indices: Tensor) -> Tensor:
@@ -284,8 +282,6 @@ class _Evaluate(torch.autograd.Function):
     def forward(ctx: Any, pairs: Pairs, *tensors: Tensor) -> Tensor:
         ctx.options, ctx.coincident = pairs.options, pairs.coincident
         ctx.save_for_backward(*tensors)
-        if 0 in pairs.batch_shape:
-            return pairs.x1.new_zeros(pairs.shape, dtype=pairs.dtype)
         return TILED.dense(pairs).to(pairs.dtype)
 
     @staticmethod

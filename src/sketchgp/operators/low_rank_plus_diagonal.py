@@ -113,11 +113,7 @@ class LowRankPlusDiagonal:
 
     def apply_inverse(self, rhs: Tensor) -> Tensor:
         """``P^-1 rhs`` for rhs ``(..., n, t)``, computed in the factor's dtype, returned in that of rhs."""
-        scaled = rhs.to(self.factor.dtype) / self.diagonal_part.unsqueeze(-1)
-        if self.rank:
-            inner = cholesky_solve(thin_product(self.factor.mT, scaled), self.capacitance_root())
-            scaled = scaled - thin_product(self.factor, inner) / self.diagonal_part.unsqueeze(-1)
-        return scaled.to(rhs.dtype)
+        return self.apply_inverse_to_rows(rhs, Space(self.diagonal_part.shape[-1]))
 
     def down(self, vectors: Tensor, rows: slice) -> Tensor:
         """Return the part of ``F^T v``, ``(..., r, t)``, that these rows of v make up."""

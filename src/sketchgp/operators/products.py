@@ -166,7 +166,7 @@ def product_of_batch(pairs: Pairs, rhs: Tensor) -> Tensor:
     flat = columns.reshape(*pairs.flat_batch, rhs.shape[-2], batch[:more].numel() * t)
     value = product(pairs, flat.to(pairs.compute_dtype)).to(rhs.dtype)
     value = value.reshape(*pairs.batch_shape, n, *batch[:more], t)
-    return value if not more else value.permute(*_columns_to_leading(value.dim(), len(pairs.batch_shape), more))
+    return value.movedim([*range(-1 - more, -1)], [*range(more)])
 
 
 def derivative_of_batch(pairs: Pairs, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
@@ -248,16 +248,7 @@ def _check(pairs: Pairs, result: Pairs, index: Index) -> None:
 
 def _leading_to_columns(x: Tensor, batch: torch.Size, more: int) -> Tensor:
     """``x`` expanded to the batch, with the first ``more`` batch dimensions made columns: ``(..., n, *more, t)``."""
-    x = x.expand(*batch, *x.shape[-2:])
-    return x.permute(*range(more, x.dim() - 1), *range(more), x.dim() - 1) if more else x
-
-
-def _columns_to_leading(dims: int, batch: int, more: int) -> list[int]:
-    """The permutation that undoes :func:`_leading_to_columns` on a product ``(*batch, n, *more, t)``.
-
-    :param dims: how many dimensions that has; ``batch`` and ``more`` of them as named.
-    """
-    return [*range(batch + 1, batch + 1 + more), *range(batch + 1), dims - 1]
+    return x.expand(*batch, *x.shape[-2:]).movedim([*range(more)], [*range(-1 - more, -1)])
 
 
 def _repeated(x: Tensor) -> bool:

@@ -192,11 +192,6 @@ class TallMatrix:
                 start = stop
 
     @property
-    def own(self) -> slice:
-        """Rows of x of this rank."""
-        return self.space.span
-
-    @property
     def space(self) -> Space:
         """Rows of x, of the ranks that work together now."""
         return Space.of(self.shape[0])
@@ -208,7 +203,7 @@ class TallMatrix:
         self.evaluated.entries += (n - space.height) * m
 
     def joined(self, values: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
-        """All of ``(n, t)`` values of which each rank gives those of its rows ``own``, and the sum of parts ``(p, t)``:
+        """All of ``(n, t)`` values of which each rank gives those of its rows, and the sum of parts ``(p, t)``:
         by one message, where few rows make waiting dearer than sending twice."""
         space, n = self.space, self.shape[0]
         if not space.shared:
@@ -219,8 +214,8 @@ class TallMatrix:
         return values, part
 
     def own_matmul(self, vectors: Tensor) -> Tensor:
-        """The rows ``own`` of ``T v``, float64."""
-        own = self.own
+        """This rank's rows of ``T v``, float64."""
+        own = self.space.span
         out = vectors.new_empty(own.stop - own.start, vectors.shape[-1])
         for span, tile in self.own_tiles():
             torch.matmul(tile, vectors, out=out[span.start - own.start : span.stop - own.start])

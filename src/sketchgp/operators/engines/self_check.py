@@ -22,7 +22,7 @@ from ...errors import InputError, warn
 from ...memory import out_of_memory
 from ...random_streams import generator
 from ..centre import Centre
-from ..expression import Features, Prepared
+from ..expression import Prepared
 from ..pairs import Pairs
 from .base import Engine, Gradients
 from .tiled import Tiled
@@ -218,20 +218,10 @@ class _Exact:
         return getattr(self._block, name)
 
     def prepare(self, tensors: list[Tensor], same: bool) -> Prepared:
-        return _double(self._block.prepare(tensors, same))
+        return self._block.prepare(tensors, same).converted(Tensor.double)
 
     def prepared(self) -> Prepared:
-        return _double(self._block.prepared())
-
-
-def _double(prepared: Prepared) -> Prepared:
-    features = []
-    for f in prepared.features:
-        left = f.left.to(torch.float64)
-        right = left if f.right is f.left else f.right.to(torch.float64)
-        weight, alpha = (None if t is None else t.to(torch.float64) for t in (f.weight, f.alpha))
-        features.append(Features(left, right, weight, alpha))
-    return Prepared(tuple(features), prepared.coefficients.to(torch.float64))
+        return self._block.prepared().converted(Tensor.double)
 
 
 def _excess(block: Pairs, c: float, result: Tensor, right: Tensor) -> float:
@@ -253,7 +243,7 @@ def _excess(block: Pairs, c: float, result: Tensor, right: Tensor) -> float:
 def _entry_errors(block: Pairs, c: float) -> Tensor:
     """Return error bounds of the entries from those of distances; entries and vectors are rounded by 2 c each."""
     assert block.expression is not None
-    prepared, eps = _double(block.prepared()), torch.finfo(block.compute_dtype).eps
+    prepared, eps = block.prepared().converted(Tensor.double), torch.finfo(block.compute_dtype).eps
     values: list[Tensor] = []
     largest: list[Tensor] = []
     least: list[Tensor] = []  # of points at distance 0, which cannot come nearer

@@ -50,8 +50,9 @@ class Tiled(Engine):
     def dense(self, pairs: Pairs) -> Tensor:
         """The whole matrix ``(*batch, n, m)``, without autograd."""
         out = torch.empty(pairs.shape, dtype=pairs.compute_dtype, device=pairs.device)  # no tile makes it fit
-        half = pairs.same
-        return shrinking(pairs.device, lambda: _shape(pairs), lambda shape: _dense(pairs, out, shape, half))
+        if 0 in pairs.batch_shape:
+            return out
+        return shrinking(pairs.device, lambda: _shape(pairs), lambda shape: _dense(pairs, out, shape))
 
     def derivative(self, pairs: Pairs, left: Tensor, right: Tensor, within: slice | None = None) -> Gradients:
         """Return the gradients, or the part of them that some rows make.
@@ -207,8 +208,8 @@ def _product(pairs: Pairs, rhs: Tensor, shape: Shape, half: bool, within: slice 
 
 
 @torch.no_grad()
-def _dense(pairs: Pairs, out: Tensor, shape: Shape, half: bool) -> Tensor:
-    order = pieces(pairs.shape[-2], pairs.shape[-1], shape, half)
+def _dense(pairs: Pairs, out: Tensor, shape: Shape) -> Tensor:
+    order = pieces(pairs.shape[-2], pairs.shape[-1], shape, pairs.same)
     for (rows, columns, mirror), tile, scale in _tiles(pairs, shape, order):
         if scale is not None:
             tile.mul_(scale)
@@ -233,7 +234,7 @@ def _gradient(
         return live.pull_back([])
     adder: FastGradient | GenericTiles
     if pairs.expression is not None and live.prepared is not None:
-        tiles = FastTiles(pairs.expression, live.prepared.detached(), shape, live.same, pairs.coincident)
+        tiles = FastTiles(pairs.expression, live.prepared.converted(Tensor.detach), shape, live.same, pairs.coincident)
         adder = FastGradient(tiles, live.prepared, live.needs_inputs)
     else:
         adder = GenericTiles(pairs.evaluator(live.tensors[2:]), live.tensors, far_rows(pairs))

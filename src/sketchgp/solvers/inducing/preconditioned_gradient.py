@@ -160,7 +160,7 @@ class Model:
         """
         directions = self.directions
         tall = self._tall(x, self.problem.inducing_points)
-        own = tall.own
+        own = tall.space.span
         g = -y[own]
         for points, weights in zip(self.points, self.weights, strict=True):
             g += self._tall(x, points).own_matmul(weights)

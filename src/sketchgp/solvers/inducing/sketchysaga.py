@@ -368,7 +368,7 @@ class Saga(Refined):
         for span, tile in self.exact.own_tiles():
             psi[span] = tile @ self.w - self.y[span]
             total.addmm_(tile.mT, psi[span])
-        psi, total = self.exact.space.whole(psi[self.exact.own]), self.exact.space.total(total)
+        psi, total = self.exact.space.whole(psi[self.exact.space.span]), self.exact.space.total(total)
         noise_term = self.kzz.double()._matmul(self.w) * self.level
         self.evaluated.products, self.sweeps = self.evaluated.products + 1, self.sweeps + 1
         self._start_anew(psi, total, noise_term)

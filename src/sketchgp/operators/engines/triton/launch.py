@@ -174,7 +174,7 @@ def differentiate(
     if not left.numel() or not right.numel():
         tensors = [t for f in prepared.features for t in ((f.left,) if once else (f.left, f.right))]
         return [(t, torch.zeros_like(t)) for t in (*tensors, *shapes, prepared.coefficients)]
-    problem = _Problem(expression, prepared.detached(), precision)
+    problem = _Problem(expression, prepared.converted(Tensor.detach), precision)
     plan = problem.plan(same, left.shape[-1], gradient=True)
     blocks = _count(left.shape[-1], plan.width)
     vectors = [problem.vectors(v, plan) for v in (left, right)]
