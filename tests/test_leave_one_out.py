@@ -7,14 +7,14 @@ from typing import Any
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import MaternKernel, ScaleKernel
+from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 from gpytorch.likelihoods import GaussianLikelihood
 from gpytorch.means import ConstantMean
 from torch import Tensor
 
 import sketchgp
 from cases import each
-from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, dense, iterative, relative
+from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, Plain, dense, iterative, relative
 from problems import identity, normal, points
 from sketchgp.inference.leave_one_out import fitted
 from sketchgp.operators import KernelMatrix
@@ -319,3 +319,22 @@ def test_the_pseudo_likelihood_refuses_what_it_cannot_do() -> None:
     mll = sketchgp.LeaveOneOutPseudoLikelihood(several.likelihood, several)
     with iterative(), pytest.raises(sketchgp.InputError, match="one output"):
         value_and_gradients(several, mll)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kernel", [RBFKernel, MaternKernel])
+def test_rows_of_which_probes_know_little_have_large_standard_errors(kernel, seed):
+    """With little noise rows far from others have values a millionth of those in a cluster, where probes are noisy."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(43, 3, generator=generator, dtype=torch.float64)
+    x[:25] = 0.5 + 0.02 * x[:25]
+    y = torch.sin(3 * x.sum(dim=1)) + 0.001 * torch.randn(43, generator=generator, dtype=torch.float64)
+    model = Plain(x, y, GaussianLikelihood(), kernel()).double()
+    model.covar_module.lengthscale = 0.4
+    model.likelihood.noise_covar.register_constraint("raw_noise", gpytorch.constraints.GreaterThan(1e-9))
+    model.likelihood.noise = 1e-6
+    sketchgp.accelerate(model, preconditioner=None, solver=sketchgp.Cholesky())
+    with gpytorch.settings.max_cholesky_size(0):
+        expected, found = (sketchgp.leave_one_out(model, exact=exact, progress=False) for exact in (True, False))
+    assert bool(((found.mean - expected.mean).abs() <= 6 * found.residual_standard_error).all())
+    assert bool(((found.variance - expected.variance).abs() <= 6 * found.variance_standard_error).all())

@@ -26,6 +26,7 @@ from .solvers.full.cholesky import factor_bytes
 
 _ALWAYS = 800  # rows up to which the matrix is always factorized
 _EXACT_WORK = {"cpu": 2e11, "cuda": 2e15}  # n^3 up to which it is the default
+_ENDS = 4.0  # standard errors to the end of an interval
 _TOLERANCE = 5e-3  # of the probes' solve: what it leaves falls with its square, and is less than the probes' noise
 
 
@@ -174,6 +175,17 @@ def _closed(model: Any, exact: bool | None) -> LeaveOneOut:
         return _result(model, data, residual / variance, 1 / variance, None, None, None)
 
 
+def _inverted(probed: ProbedDiagonal) -> tuple[Tensor, Tensor]:
+    """Return variances ``1 / a_i`` and their relative standard errors, ``(n,)`` each.
+
+    Where a_i is hardly known ``1 / a_i`` may be far larger: that at the lower end of an interval counts, too.
+    """
+    (value, error), most = probed.shrunk, 1 / probed.least
+    variance = ((1 + (error / value).square()) / value).minimum(most)  # mean of 1 / a for an uncertain a
+    lower = (value - _ENDS * error).maximum(probed.least)
+    return variance, torch.maximum(error / value, (1 / lower - 1 / value) / _ENDS / variance)
+
+
 def _result(
     model: Any,
     data: TrainingData,
@@ -185,8 +197,9 @@ def _result(
 ) -> LeaveOneOut:
     """Return the predictions from w and the a_i in the dtype of the model, with the standard errors of the probes."""
     weights, dtype = weights / data.scale, model.train_targets.dtype
-    relative = torch.zeros_like(diagonal) if probed is None else probed.shrunk[1] / diagonal
-    variance = (1 + relative.square()) / diagonal  # mean of 1 / a for an uncertain a
+    variance, relative = 1 / diagonal, torch.zeros_like(diagonal)
+    if probed is not None:
+        variance, relative = _inverted(probed)
     residual, density = weights * variance, log_density(diagonal, weights)
     if probed is None:
         squared, likely = (float(residual.square().mean()), 0.0), (float(density.mean()), 0.0)
