@@ -1055,20 +1055,15 @@ def draws(case: Case) -> None:
         root = np.sqrt(truth.variance_rounding)
         if way == "rsample":  # GPyTorch's factor of the covariance, with its jitter
             root = root + 3 * math.sqrt(1e-6 if problem.dtype == torch.float32 else 1e-8) + sd
+        prior = np.diagonal(exact.covariance(model.covar_module, *[problem.see(rows(problem.points))] * 2))
+        share = truth.variance / np.maximum(prior, 1e-300)
         case.close(
             "spread of samples",
             spread,
             sd,
-            # where few waves are short enough to tell a point from its neighbours, deviations of samples scatter widely
-            sd
-            * np.where(
-                truth.variance
-                < 0.02 * np.diagonal(exact.covariance(model.covar_module, *[problem.see(rows(problem.points))] * 2)),
-                1,
-                0.4,
-            )
-            + 0.15 * np.sqrt(own)
-            + floor,
+            # Where few waves are short enough to tell a point from its neighbours, deviations scatter widely:
+            # those of a spectral density with a heavy tail have no variance.
+            sd * np.select([share < 1e-4, share < 0.02], [3, 1], 0.4) + 0.15 * np.sqrt(own) + floor,
             root + truth.mean_rounding,
         )
 
