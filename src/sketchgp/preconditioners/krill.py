@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import InputError, NumericalError
+from ..errors import NumericalError
 from ..operators.tall import NormalMatrix
-from ..operators.tiles import spans
 from ..random_streams import generator
 from .low_rank import shifted_cholesky
 
@@ -31,16 +30,9 @@ class SparseSignEmbedding:
     :param rows: the size of the sketch.
     :param columns: the length of the vectors that are sketched.
     :param nonzeros: of a column, at most ``rows``.
-    :raises InputError: for sizes that are not positive, or more nonzeros than rows.
     """
 
     def __init__(self, rows: int, columns: int, nonzeros: int = 8, seed: int = 0) -> None:
-        if min(rows, columns, nonzeros) < 1:
-            raise InputError(
-                f"A sparse sign embedding needs positive sizes, got {rows} x {columns} with {nonzeros} nonzeros."
-            )
-        if nonzeros > rows:
-            raise InputError(f"A sparse sign embedding with {rows} rows has at most as many nonzeros, got {nonzeros}.")
         self.shape, self.nonzeros, self.seed = (rows, columns), nonzeros, seed
         self._kept: tuple[int, Tensor, Tensor] | None = None
 
@@ -66,12 +58,6 @@ class SparseSignEmbedding:
             signs = torch.randint(0, 2, places.shape, generator=stream).mul_(2).sub_(1)
             self._kept = chunk, places.to(device), signs.to(device)
         return self._kept[1], self._kept[2]
-
-    def __matmul__(self, vectors: Tensor) -> Tensor:
-        out = vectors.new_zeros(self.shape[0], vectors.shape[1])
-        for span in spans(self.shape[1], _CHUNK):
-            self.add_product(out, span, vectors[span])
-        return out
 
 
 def distinct(count: int, size: int, limit: int, generator: torch.Generator) -> Tensor:
