@@ -334,8 +334,8 @@ BREAKS = (
         "greedy pivots do not look at the noise",
     ),
     Break(
-        "test = test * selection.scales.unsqueeze(-1)",
-        "test = test * selection.scales.mean()",
+        "self._generator(), matrix.device, selection.scales)",
+        "self._generator(), matrix.device, None)",
         PRECONDITIONERS,
         "a kept selection is rebuilt with another sketch",
     ),

@@ -277,33 +277,28 @@ def unexplained(matrix: Access, factor: Factor, noise: Tensor) -> tuple[Tensor, 
 
 def _stack(parts: list[Selection], matrix: Access) -> Selection:
     """Join the selections of a batch.  The shorter ones get further pivots, and columns of zeros in F."""
-    rank = max(part.factor.shape[-1] for part in parts)
-    shape = matrix.batch_shape
-    factors = torch.stack([torch.nn.functional.pad(whole(p.factor), (0, rank - p.factor.shape[-1])) for p in parts])
-    pivots = coefficients = scales = None
-    if all(part.coefficients is not None for part in parts):
-        padded = [torch.nn.functional.pad(p.coefficients, (0, rank - p.factor.shape[-1])) for p in parts]  # type: ignore[arg-type]
-        coefficients = torch.stack(padded).reshape(*shape, *padded[0].shape)
-        pivots = torch.stack([part.pivots for part in parts]).reshape(*shape, -1)  # type: ignore[misc]
-    elif all(part.pivots is not None for part in parts):
-        pivots = torch.stack([_pad_pivots(part.pivots, rank, matrix.n) for part in parts])  # type: ignore[arg-type]
-        pivots = pivots.reshape(*shape, rank)
-    if all(part.scales is not None for part in parts):
-        scales = torch.stack([part.scales for part in parts]).reshape(*shape, -1)  # type: ignore[misc]
-    shift = torch.tensor([float(part.shift) for part in parts], dtype=torch.float64, device=matrix.device)
+    rank, n = max(part.columns for part in parts), matrix.n
+
+    def stacked(values: list[Tensor | None], columns: bool = True) -> Any:
+        """Return them as a batch, with columns of zeros up to the same number; None where there are none."""
+        found = [value for value in values if value is not None]
+        found = [torch.nn.functional.pad(value, (0, rank - value.shape[-1])) for value in found] if columns else found
+        return torch.stack(found).reshape(*matrix.batch_shape, *found[0].shape) if found else None
+
+    shift = torch.tensor([[float(part.shift)] for part in parts], dtype=torch.float64, device=matrix.device)
+    coefficients = [part.coefficients for part in parts]
+    pivots = [p.pivots if p.pivots is None or p.coefficients is not None else _more(p.pivots, rank, n) for p in parts]
     return Selection(
-        factors.reshape(*shape, *factors.shape[-2:]),
-        pivots,
-        shift=shift.reshape(*shape, 1),
-        coefficients=coefficients,
-        scales=scales,
+        stacked([whole(part.factor) for part in parts]),
+        stacked(pivots, columns=False),
+        shift=stacked([*shift], columns=False),
+        coefficients=stacked(coefficients),
+        scales=stacked([part.scales for part in parts], columns=False),
     )
 
 
-def _pad_pivots(pivots: Tensor, rank: int, n: int) -> Tensor:
-    missing = rank - len(pivots)
-    if not missing:
-        return pivots
+def _more(pivots: Tensor, rank: int, n: int) -> Tensor:
+    """Return as many pivots as the rank: the first of the other rows beside these."""
     free = torch.ones(n, dtype=torch.bool, device=pivots.device)
     free[pivots] = False
-    return torch.cat([pivots, free.nonzero().squeeze(-1)[:missing]])
+    return torch.cat([pivots, free.nonzero().squeeze(-1)])[:rank]

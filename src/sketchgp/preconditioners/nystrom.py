@@ -20,26 +20,21 @@ from ..operators.access import Access
 from ..operators.moving_factors import MovingFactor
 from ..operators.tiles import spans
 from ..random_streams import generator
-from ..space import Factor, ShardedRows, Space, square_norms
+from ..space import Factor, Space, square_norms
 from .base import Preconditioner, Selection
-from .low_rank import LowRank, nystrom_factor, sketched_factor
+from .low_rank import LowRank, nystrom_factor, pivoted_factor, sketched_factor
 
 _DRAWN = 4096  # rows of a test matrix that are drawn at once
 
 
 @torch.no_grad()
-def uniform_nystrom(matrix: Access, rank: int, *, generator: torch.Generator, space: Space | None = None) -> LowRank:
+def uniform_nystrom(matrix: Access, rank: int, *, generator: torch.Generator) -> LowRank:
     """Nystrom approximation from ``rank`` distinct columns chosen uniformly.
 
     Cheapest, and right when all columns matter alike; it misses small clusters.  O(n rank^2) operations.
-
-    :param space: of F; None makes all rows here.
     """
     pivots = torch.randperm(matrix.n, generator=generator)[:rank].to(matrix.device)
-    space = space or Space(matrix.n)
-    columns = space.columns(matrix, pivots)
-    factor = space.factor(nystrom_factor(columns, matrix.block(pivots, pivots), matrix.resolution))
-    return LowRank(factor, pivots, _residual(matrix, factor))
+    return _with_residual(matrix, pivoted_factor(matrix, pivots).factor, pivots)
 
 
 def gaussian_test_matrix(n: int, rank: int, generator: torch.Generator, device: torch.device) -> Tensor:
@@ -56,7 +51,7 @@ def scaled_test_matrix(
     scales: Tensor | None = None,
     space: Space | None = None,
 ) -> Factor:
-    """Return an orthonormal test matrix with its rows multiplied by ``scales`` ``(n,)``.
+    """Return an orthonormal test matrix with its rows multiplied by ``scales``, ``(n,)`` or of each matrix of a batch.
 
     Each of several ranks draws all rows and keeps its own.
     """
@@ -100,14 +95,12 @@ def gaussian_nystrom(
         multiplies 256 of its columns at a time.
     """
     test = scaled_test_matrix(matrix.n, min(rank, matrix.n), generator, matrix.device, scales, space)
-    factor = sketched_factor(matrix, test).factor
+    return _with_residual(matrix, sketched_factor(matrix, test).factor, None)
+
+
+def _with_residual(matrix: Access, factor: Factor | None, pivots: Tensor | None) -> LowRank:
     assert factor is not None
-    return LowRank(factor, None, _residual(matrix, factor))
-
-
-def _residual(matrix: Access, factor: Factor) -> Tensor:
-    squares = square_norms(factor) if isinstance(factor, ShardedRows) else factor.square().sum(dim=1)
-    return (matrix.diagonal() - squares).clamp_(min=0)
+    return LowRank(factor, pivots, (matrix.diagonal() - square_norms(factor)).clamp_(min=0))
 
 
 @dataclass(frozen=True)
@@ -162,7 +155,7 @@ class Nystrom(Preconditioner):
             if self.sketch == "gaussian":
                 result = gaussian_nystrom(matrix, rank, generator=stream, scales=_scales(noise), space=space)
             else:
-                result = uniform_nystrom(matrix, rank, generator=stream, space=space)
+                result = uniform_nystrom(matrix, rank, generator=stream)
             if rank >= bound or float((result.residual / noise).sum()) <= 1:
                 return result
             rank = min(2 * rank, bound)
@@ -180,9 +173,8 @@ class Nystrom(Preconditioner):
     def factor(self, matrix: Access, selection: Selection) -> Tensor:
         if self.sketch == "uniform":
             return super().factor(matrix, selection)
-        test = gaussian_test_matrix(matrix.n, selection.columns, self._generator(), matrix.device)
-        if selection.scales is not None:  # of each matrix of a batch
-            test = test * selection.scales.unsqueeze(-1)
+        test = scaled_test_matrix(matrix.n, selection.columns, self._generator(), matrix.device, selection.scales)
+        assert isinstance(test, Tensor)
         sketch = matrix.matmul(test)
         return nystrom_factor(sketch, test.mT @ sketch, matrix.resolution)
 

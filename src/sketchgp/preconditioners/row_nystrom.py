@@ -71,9 +71,7 @@ class NystromRoot:
         """``R^-1 v``, ``(m, t)``."""
         return self._power(vectors, -0.5)
 
-    def inverse_t(self, vectors: Tensor) -> Tensor:
-        """``R^-T v``, the same."""
-        return self._power(vectors, -0.5)
+    inverse_t = inverse  # R is symmetric
 
     def multiply_t(self, vectors: Tensor) -> Tensor:
         """``R^T v``."""
