@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -26,30 +28,27 @@ class Centre:
     """
 
     def __init__(self, x: Tensor) -> None:
-        self._x: Tensor | None = x.detach()
-        self._value: Tensor | None = None
-        self._near: Tensor | None = None  # (..., 1, d), the median of the largest cluster
-        self._squared: Tensor | None = None  # median squared distance from it of those points that differ from it
+        self._x = x.detach()
+
+    @cached_property
+    def _medians(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The median of all points and that of the largest cluster; and the median squared distance from the latter of
+        those points that differ from it."""
+        some = _some(self._x)
+        cluster = _largest_cluster(some)
+        value = _median(some)
+        near = value if cluster is some else _median(cluster)
+        squares = (cluster - near).square().sum(dim=-1, keepdim=True)
+        medians = _median(squares.masked_fill(squares == 0, torch.nan))
+        return value, near, medians.amax() if medians.numel() else medians.new_zeros(())
 
     def value(self) -> Tensor:
         """``(..., 1, d)``, finite; without gradients."""
-        if self._x is not None:
-            some = _some(self._x)
-            cluster = _largest_cluster(some)
-            self._value = _median(some)
-            self._near = self._value if cluster is some else _median(cluster)
-            squares = (cluster - self._near).square().sum(dim=-1, keepdim=True)
-            medians = _median(squares.masked_fill(squares == 0, torch.nan))
-            self._squared = medians.amax() if medians.numel() else medians.new_zeros(())
-            self._x = None
-        assert self._value is not None
-        return self._value
+        return self._medians[0]
 
     def near_value(self) -> Tensor:
         """Return the median of the near points, ``(..., 1, d)``, finite; without gradients."""
-        self.value()
-        assert self._near is not None
-        return self._near
+        return self._medians[1]
 
     @torch.no_grad()
     def far(self, x: Tensor) -> Tensor:
@@ -57,9 +56,8 @@ class Centre:
         return self._beyond(x, self.near_value())
 
     def _beyond(self, x: Tensor, point: Tensor) -> Tensor:
-        assert self._squared is not None
         squares = (x - point).square().sum(dim=-1)
-        return (squares > _FAR.get(x.dtype, 1e4) * self._squared).reshape(-1, x.shape[-2]).any(dim=0)
+        return (squares > _FAR.get(x.dtype, 1e4) * self._medians[2]).reshape(-1, x.shape[-2]).any(dim=0)
 
     @torch.no_grad()
     def groups(self, x: Tensor, far: Tensor | None = None) -> list[Tensor] | None:

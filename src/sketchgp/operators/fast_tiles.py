@@ -409,16 +409,21 @@ class _AtomSums:
             turned = torch.ops.aten._cdist_backward(g.mT.contiguous(), b, a, 1.0, zero.mT.contiguous())
             self.of_right[..., columns, :] += turned
         elif self.mode == "differences":
-            for k in range(a.shape[-1]):
-                part = torch.sub(a[..., k].unsqueeze(-1), b[..., k].unsqueeze(-2), out=spare)
-                if self.weight_only:
-                    self.cross[..., k] += dot(g, part.abs_() if self.l1 else part.square_())
-                    continue
-                part = (part.sign_() if self.l1 else part).mul_(g)
-                self.of_left[..., rows, k] += part.sum(dim=-1)
-                self.of_right[..., columns, k] -= part.sum(dim=-2)
+            self._differences(rows, columns, g, spare)
         else:
             self._products(rows, columns, g, a)
+
+    def _differences(self, rows: slice | Tensor, columns: slice | Tensor, g: Tensor, spare: Tensor) -> None:
+        """Take in one feature after the other of these rows and columns."""
+        a, b = self.left[..., rows, :], self.right[..., columns, :]
+        for k in range(a.shape[-1]):
+            part = torch.sub(a[..., k].unsqueeze(-1), b[..., k].unsqueeze(-2), out=spare)
+            if self.weight_only:
+                self.cross[..., k] += dot(g, part.abs_() if self.l1 else part.square_())
+                continue
+            part = (part.sign_() if self.l1 else part).mul_(g)
+            self.of_left[..., rows, k] += part.sum(dim=-1)
+            self.of_right[..., columns, k] -= part.sum(dim=-2)
 
     def _products(self, rows: slice, columns: slice, g: Tensor, a: Tensor) -> None:
         if self.same and (start := max(rows.start, columns.start)) < (stop := min(rows.stop, columns.stop)):
@@ -443,16 +448,9 @@ class _AtomSums:
         if (pairs := self.distances.far_pairs(rows, columns)) is None:
             return
         i, j = pairs
-        part = g[..., i.unsqueeze(1), j].to(self.cross.dtype)
-        a, b = self.left[..., rows, :][..., i, :], self.right[..., columns, :][..., j, :]
-        for k in range(a.shape[-1]):
-            difference = a[..., k].unsqueeze(-1) - b[..., k].unsqueeze(-2)
-            if self.weight_only:
-                self.cross[..., k] -= 0.5 * (part * difference.square()).sum(dim=(-2, -1))
-                continue
-            moved = part * difference
-            self.of_left[..., rows.start + i, k] -= moved.sum(dim=-1)
-            self.of_right[..., columns.start + j, k] += moved.sum(dim=-2)
+        share = -0.5 if self.weight_only else -1.0  # of what is added to the sums of products
+        part = g[..., i.unsqueeze(1), j].to(self.cross.dtype) * share
+        self._differences(rows.start + i, columns.start + j, part, torch.empty_like(part))
         g[..., i.unsqueeze(1), j] = 0
 
     def _near(self, rows: slice, columns: slice, where: tuple[Tensor, ...], g: Tensor, difference: Tensor) -> None:
