@@ -443,7 +443,6 @@ class Problem:
             found.variance_drift = 4 * np.abs(moved.variance - found.variance)
             found.covariance_drift = 4 * np.abs(moved.covariance - found.covariance)
             found.mean_rounding = found.mean_rounding + found.mean_drift
-            found.variance_rounding = found.variance_rounding + found.variance_drift
         # means are evaluated in the dtype of the model: what that may do to targets less mean, and to the mean
         mean = self.model.mean_module
         eps = torch.finfo(self.dtype).eps
@@ -540,11 +539,10 @@ def compare(problem: Problem, which: str, truth: Truth, points: torch.Tensor | N
         found = case.ask(which, lambda: model(points).covariance_matrix.detach(), hard)
         if found is not None:
             allowed = problem.variance_allowed(truth)
-            rounding = truth.variance_rounding
             allowed = np.sqrt(allowed[:, None] * allowed[None, :]) + 0.01 * np.sqrt(
                 np.abs(truth.variance[:, None] * truth.variance[None, :])
             )
-            rounding = np.sqrt(rounding[:, None] * rounding[None, :]) + truth.covariance_drift
+            rounding = truth.covariance_rounding + truth.covariance_drift
             case.close(which, found, truth.covariance, allowed, rounding)
     elif which == "observation":
         if truth.noise is None:

@@ -185,7 +185,7 @@ class Truth:
     covariance: np.ndarray
     noise: np.ndarray | None
     mean_rounding: np.ndarray
-    variance_rounding: np.ndarray
+    covariance_rounding: np.ndarray
     mean_by_residual: Any = 0.0  # how far a relative residual of one moves the mean
     mean_by_float64: Any = 0.0  # how far off the mean by a solve in float64 is
     mean_drift: Any = 0.0  # what hyperparameters that are known to float32 leave open
@@ -195,6 +195,10 @@ class Truth:
     @property
     def variance(self) -> np.ndarray:
         return np.diagonal(self.covariance)
+
+    @property
+    def variance_rounding(self) -> np.ndarray:
+        return np.diagonal(self.covariance_rounding) + self.variance_drift
 
 
 class Dense:
@@ -229,16 +233,19 @@ class Dense:
         length = np.sqrt((solved**2).sum(0))
         mean_rounding = grow * length * np.sqrt((self.weights**2).sum())
         mean_rounding = mean_rounding + 4 * self.entries * (np.abs(cross).T @ np.abs(self.weights))
-        variance_rounding = 8 * self.entries * np.diagonal(own) + grow * length**2
+        lengths = np.sqrt((solved**2).sum(0)), np.sqrt(np.diagonal(own)), self.entries * np.sqrt((cross**2).sum(0))
         # a network rounds training rows otherwise beside test rows: entries C too many in cross explain |C|^2 / noise
-        variance_rounding = variance_rounding + ((self.entries * cross) ** 2).sum(0) / self.noise.min()
+        shares = grow, 8 * self.entries, 1 / self.noise.min()
+        rounding = sum(share * np.outer(each, each) for share, each in zip(shares, lengths, strict=True))
         waves, sizes = 4 * phases * np.sqrt(np.diagonal(own)), np.sqrt(np.diagonal(self.prior))
         mean_rounding = mean_rounding + waves * (sizes @ np.abs(self.weights))
-        variance_rounding = variance_rounding + 2 * waves * (sizes @ np.abs(solved))
+        # a wave of a far point moves its covariances with near ones too, but not the point's own prior variance
+        moved = np.outer(waves, sizes @ np.abs(solved)) + np.outer(waves, lengths[1]) * (1 - np.eye(len(points)))
+        rounding = rounding + moved + moved.T
         by_residual = length * np.sqrt((self.residual**2).sum())
         plain = np.linalg.solve(self.matrix.astype(float), self.residual.astype(float))
         by_float64 = np.abs(cross.T @ (plain - self.weights))
-        return Truth(mean, own - half.T @ half, noise, mean_rounding, variance_rounding, by_residual, by_float64)
+        return Truth(mean, own - half.T @ half, noise, mean_rounding, rounding, by_residual, by_float64)
 
     def log_density(self) -> float:
         n = len(self.x)

@@ -47,6 +47,18 @@ def test_what_a_factorization_misses_may_be_refused():
         assert (dense.at(x[:1].astype(LONG)).mean_by_float64 > 0.05 * 1e-9**0.5).all() == lost
 
 
+def test_a_far_wave_moves_its_covariances_with_near_points():
+    """Round a far point's phase in one covariance alone: that is off by all of it, and the near variance by none."""
+    kernel, mean = gpytorch.kernels.CosineKernel().double(), gpytorch.means.ZeroMean()
+    kernel.period_length = np.pi
+    x, points, phases = np.arange(9.0)[:, None], np.array([[0.3], [77.7]], LONG), np.array([0.0, 1e-7])
+    dense = second_reference.Dense(kernel, mean, x.astype(LONG), x[:, 0].astype(LONG), LONG(1e-6))
+    rounding = dense.at(points, phases=phases).covariance_rounding
+    prior, moved = (second_reference.covariance(kernel, points, points + by) for by in (0, phases[:, None]))
+    off = float(np.abs(moved - prior)[0, 1])
+    assert np.sqrt(rounding[0, 0] * rounding[1, 1]) < off < rounding[0, 1]
+
+
 def test_a_wrong_answer_is_a_fault():
     """Hold a value that is off, and a bound that is exceeded, against the truth."""
     case = second_cases.Case(0, 0)
