@@ -291,9 +291,10 @@ def groups(options: argparse.Namespace, directory: Path, results: dict[str, Any]
 
 def _row(run: dict[str, Any]) -> list[Any]:
     loss = f"{run['loss']:.4f} ± {run['loss_error']:.4f}" if "loss" in run else "-"
+    cpu = number(run["fit_cpu_seconds"] / 60) if "fit_cpu_seconds" in run else "-"  # of earlier versions
     return [
         f"{run.get('method', 'sketchgp')}, {run['kernel']}, {run['rows']:,} rows", loss, *_scores(run),
-        number(run["fit_seconds"] / 60), number(run["fit_cpu_seconds"] / 60), number(run["predict_seconds"] / 60),
+        number(run["fit_seconds"] / 60), cpu, number(run["predict_seconds"] / 60),
         number(run["peak_memory_mb"] / 1000),
     ]  # fmt: skip
 
