@@ -19,7 +19,7 @@ from .base import LogDensity
 
 
 class Vecchia(LogDensity):
-    """Log densities of rows given their neighbours, which are chosen at the first one and held from then on.
+    """Log densities of rows given their neighbours, which are held until the cache is released.
 
     :param choice: of the neighbours.
     """
