@@ -824,13 +824,13 @@ def losses(case: Case) -> None:
     tolerance = gpytorch.settings.cg_tolerance(1e-8 if tight else 1.0)
     held = gpytorch.settings.deterministic_probes(tight)  # pivots, without which differences are of several functions
     with threshold(case, n), tolerance, held, gpytorch.settings.num_trace_samples(count):
+        arguments = options(case)  # before the truth, whose rounding hangs on them
         try:
             value = problem.dense().log_density()
             problem.truth()
         except np.linalg.LinAlgError:
             return
         case.note(condition=problem.reference.condition)
-        arguments = options(case)
         case.ask("accelerate", lambda: sketchgp.accelerate(model, **arguments))
         model.train()
         mll = case.pick(gpytorch.mlls.ExactMarginalLogLikelihood, sketchgp.ExactMarginalLogLikelihood)(
@@ -909,13 +909,14 @@ def left_out(case: Case) -> None:
     problem = Problem(case, plain=case.chance(0.5), most=60, easy=case.chance(0.4))
     model = problem.model
     with threshold(case, len(model.train_targets)):
+        arguments = options(case)  # before the truth, whose rounding hangs on them
         try:
             problem.truth()
             mean, variance = problem.reference.left_out()
         except np.linalg.LinAlgError:
             return
         case.note(condition=problem.reference.condition)
-        case.ask("accelerate", lambda: sketchgp.accelerate(model, **options(case)))
+        case.ask("accelerate", lambda: sketchgp.accelerate(model, **arguments))
         exactly = case.pick(None, None, True, False)
         if len(model.train_targets) < 2 and exactly is False:
             exactly = None
@@ -1004,12 +1005,13 @@ def draws(case: Case) -> None:
     problem = Problem(case, plain=case.chance(0.7), most=40, easy=case.chance(0.6))
     model = problem.model
     with threshold(case, len(model.train_targets)):
+        arguments = options(case)  # before the truth, whose rounding hangs on them
         try:
             truth = problem.truth()
         except np.linalg.LinAlgError:
             return
         case.note(condition=problem.reference.condition)
-        case.ask("accelerate", lambda: sketchgp.accelerate(model, **options(case)))
+        case.ask("accelerate", lambda: sketchgp.accelerate(model, **arguments))
         model.eval()
         count = 200
         way = case.pick("sample_posterior", "sample_posterior", "rsample", "dispersed")
