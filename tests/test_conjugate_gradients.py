@@ -453,6 +453,10 @@ def test_indefinite_matrix(negative, dtype):
     assert not report.converged
     assert bool(torch.isfinite(value).all())
     assert any("non-positive curvature" in note for note in report.notes)
+    # advice to factorize would be in vain where that has been tried
+    with pytest.warns(ConvergenceWarning, match=r"not positive definite .*;.* raise the noise") as seen:
+        _run(matrix, normal(50, 2, dtype=dtype))
+    assert "Cholesky" not in str(seen[0].message)
 
 
 def test_nan_is_an_error():

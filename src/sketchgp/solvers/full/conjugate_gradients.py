@@ -241,10 +241,8 @@ class ConjugateGradients(FullSolver):
         if preconditioner is not None:
             remedy = f"Choose a preconditioner= of higher rank (now {rank}), or raise max_iterations."
         remedies = {Reason.ITERATIONS: remedy}
-        if method.factorized:
-            remedies[Reason.STAGNATED] = (
-                "Float64 allows no less, by a factorization either: raise the noise, or lower the output scale."
-            )
+        if method.advice:
+            remedies = dict.fromkeys((Reason.ITERATIONS, Reason.STAGNATED), method.advice)
         elif method.asked != "certified" and method.exact and method.out_dtype == torch.float64:
             remedies[Reason.STAGNATED] = _OTHERS
         if method.asked == "certified":

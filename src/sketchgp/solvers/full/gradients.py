@@ -45,6 +45,7 @@ _GROWTH = 0.1  # a recurrence residual that grew above its least by this over th
 _LOST = 4.0  # of the true residual over that of the recurrence
 _REFINEMENTS = 3  # solutions by a factor: the first, and what refines it
 _WIDE = 64  # columns up to which the rounded and the unrounded solution are checked by one product
+_NO_LESS = "Float64 allows no less, by a factorization either: raise the noise, or lower the output scale."
 _NOT_DEFINITE = "met a direction of non-positive curvature: the matrix is not positive definite"
 
 
@@ -102,7 +103,7 @@ class Gradients(Cycles):
         self.drift_rows = order[:_ROWS].sort().values.to(system.noise.device)
         may_factorize = goal is None and not lanczos_columns and not choices.limited and not space.shared
         self.factor_memory = memory_budget.value(rhs.device) if may_factorize else 0
-        self.factorized = False
+        self.advice = ""  # where a factorization has not sufficed
         self.steps = 0  # of the cycle
         self.warm = False
         none = self.norm[..., :0]
@@ -457,10 +458,11 @@ class Gradients(Cycles):
         reached = f"{float(self.best_residual.max()):.1e}"
         try:
             matrix, root = factorized(self.system)
-        except NumericalError:
+        except NumericalError as error:
             self.notes.append(f"{ended} {reached}, and the matrix is not positive definite in float64")
+            self.advice = str(error).partition(" [")[0]  # the name of its row is left out
             return reason
-        self.exact = self.factorized = True
+        self.exact, self.advice = True, _NO_LESS
         self.value, self.r = torch.zeros_like(self.b), self.b
         for _ in range(_REFINEMENTS):
             before = self.best_residual
