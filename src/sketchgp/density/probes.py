@@ -292,9 +292,8 @@ def _columns(vectors: Tensor, frame: Tensor, middle: Tensor) -> tuple[Tensor, Te
             "raise the noise.",
             see="not-definite",
         ) from error
-    sizes = values.abs()
-    order = sizes.argsort(dim=-1, descending=True)
-    sizes, values = sizes.gather(-1, order), values.gather(-1, order)
+    sizes, order = values.abs().sort(dim=-1, descending=True)
+    values = values.gather(-1, order)
     kept = max(1, int((sizes > _NEGLIGIBLE * sizes.sum(dim=-1, keepdim=True)).sum(dim=-1).max()))
     basis = basis.gather(-1, order.unsqueeze(-2).expand_as(basis))[..., :kept] * sizes[..., :kept].sqrt().unsqueeze(-2)
     basis = frame @ basis

@@ -289,15 +289,13 @@ class AccurateProduct:
     @torch.no_grad()
     def __call__(self, vectors: Tensor) -> Tensor:
         """``K vectors`` for vectors ``(..., n, t)`` in float64."""
-        total: Tensor | None = None
+        total = vectors.new_zeros(())
         for scale, operator in self._terms:
             if isinstance(operator, DenseLinearOperator):
                 product = dense_product(operator.tensor, vectors)
             else:
                 product = operator.product(vectors) if isinstance(operator, KernelMatrix) else operator @ vectors
-            product = product * scale if torch.is_tensor(scale) or scale != 1.0 else product
-            total = product if total is None else total + product
-        assert total is not None
+            total = total + product * scale
         return total
 
 

@@ -62,7 +62,6 @@ class RandomFeatures:
 
     def __init__(self, kernel: Any, origin: Tensor, seed: int) -> None:
         self.origin, self.seed = origin.detach(), seed
-        recognise_waves(kernel)
         self.kernel = copy.deepcopy(kernel).requires_grad_(False)  # whose parameters nobody changes
         self._expression = recognise_waves(self.kernel)
         with torch.no_grad():

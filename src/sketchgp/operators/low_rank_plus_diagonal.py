@@ -74,10 +74,6 @@ class LowRankPlusDiagonal:
         first = self.factor.span.start
         return self.factor.own[rows.start - first : rows.stop - first]
 
-    def completed(self, values: Tensor) -> Tensor:
-        """All of ``(..., n)`` values of which each rank has those of the rows :attr:`held`."""
-        return space_of(self.factor).numbers(values[..., self.held])
-
     def detached(self, out_dtype: torch.dtype | None) -> LowRankPlusDiagonal:
         """Return the operator without gradients, shown as ``out_dtype``; it shares F, d and their factorization."""
         copy = LowRankPlusDiagonal(self.factor.detach(), self.diagonal_part.detach(), out_dtype=out_dtype)
@@ -186,7 +182,8 @@ class LowRankPlusDiagonal:
             return half * g[..., None, None] + a[..., rows, :] @ b
 
         of_factor = self.pull_back(tensors, rows_of)
-        of_diagonal = self.completed(of_inverse) * g.unsqueeze(-1) + (columns.square() * weights).sum(-1)
+        of_inverse = space_of(self.factor).numbers(of_inverse[..., self.held])
+        of_diagonal = of_inverse * g.unsqueeze(-1) + (columns.square() * weights).sum(-1)
         of_diagonal = of_diagonal + (of_samples * full_noise).sum(-1) / (2 * self.diagonal_part.sqrt())
         return (*of_factor, of_diagonal.sum_to_size(self.diagonal_part.shape))
 

@@ -8,6 +8,7 @@ than ``eps k(0) / (8 max(n, m))``, so that in the spectral norm the matrix diffe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -187,13 +188,9 @@ def _over_k0(expression: Expression, prepared: Prepared, distances: list[Tensor]
         for atom, f, q in zip(expression.atoms, prepared.features, distances, strict=True)
     ]
     scales = prepared.coefficients.double().abs()
-    total = torch.zeros_like(distances[0])
-    for scale, term in zip(scales, expression.terms, strict=True):
-        part = scale
-        for number in term:
-            part = part * factors[number]
-        total = total + part
-    return total / scales.sum()
+    terms = zip(scales / scales.sum(), expression.terms, strict=True)
+    first, *others = (math.prod([factors[a] for a in term], start=scale) for scale, term in terms)
+    return sum(others, first)
 
 
 def _runs(wanted: Tensor) -> list[tuple[int, int]]:

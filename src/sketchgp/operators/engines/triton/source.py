@@ -108,7 +108,7 @@ def _gradient(plan: Plan) -> str:
 
     loop = [*_profiles(plan), f"w = cross(l, ll, x_start, r, rl, z_start, cw, BM, BN, {plan.width}, PARTS)"]
     if plan.sums:
-        loop += [f"t{t} += tl.sum({_times('w', *_factors(term))}, 1)" for t, term in enumerate(plan.terms)]
+        loop += [f"t{t} += tl.sum({_times('w', term)}, 1)" for t, term in enumerate(plan.terms)]
         loop += [f"q{a} += tl.sum(w * {_others(plan, a)} * o{a}, 1)" for a in plan.shapes]
     if target is not None:
         loop += _add_gradient(plan, target, width)
@@ -211,24 +211,21 @@ def _vectors(plan: Plan, a: int) -> str:
     return f"x{a}, {features} * x_rows + row, x_rows, z{a}, {features} * z_rows + col, z_rows"
 
 
-def _factors(term: tuple[int, ...]) -> list[str]:
-    return [f"v{a}" for a in term]
-
-
-def _times(*factors: str) -> str:
-    return " * ".join(factors)
+def _times(first: str, term: tuple[int, ...]) -> str:
+    """The product with the values of some atoms."""
+    return " * ".join([first, *(f"v{a}" for a in term)])
 
 
 def _sum(plan: Plan) -> str:
     """The kernel's values."""
-    total = " + ".join(_times(f"f{t}", *_factors(term)) for t, term in enumerate(plan.terms))
+    total = " + ".join(_times(f"f{t}", term) for t, term in enumerate(plan.terms))
     return total if any(plan.terms) else f"tl.zeros((BM, BN), tl.float32) + ({total})"
 
 
 def _others(plan: Plan, a: int) -> str:
     """``dK / dphi_a``."""
     result = [
-        _times(f"f{t}", *_factors(term[:i] + term[i + 1 :]))
+        _times(f"f{t}", term[:i] + term[i + 1 :])
         for t, term in enumerate(plan.terms)
         for i, factor in enumerate(term)
         if factor == a
