@@ -69,7 +69,7 @@ class Features:
 
     :ivar weight: ``(*b, 1, p)`` where the features are the inputs times it, else None (periodic kernels).
     :ivar alpha: the shape parameter of a rational quadratic kernel, ``(*b, 1, 1)`` or ``()``.
-    :ivar memo: values made of the right side alone, where other parts of a matrix have the same one.
+    :ivar memo: values made of the right side alone, which parts of a matrix with the same one share.
     :ivar whole: for a part of a matrix, the features of all its rows and columns.
     :ivar near: whether no pair of the rows and columns is far from the centre; None while that is unknown.
     :ivar far: where some are, which rows and which columns, on the CPU.
@@ -81,7 +81,7 @@ class Features:
     right: Tensor
     weight: Tensor | None
     alpha: Tensor | None
-    memo: dict[str, Tensor] | None = None
+    memo: dict[str, Tensor] = field(default_factory=dict, repr=False)
     whole: Features | None = None
     near: bool | None = None
     far: tuple[Tensor, Tensor] | None = None
@@ -99,7 +99,6 @@ class Prepared:
 
     features: tuple[Features, ...]
     coefficients: Tensor
-    memos: dict[int, dict[str, Tensor]] = field(default_factory=dict, repr=False)
 
     def converted(self, convert: Callable[[Tensor], Tensor]) -> Prepared:
         """Return the same values, converted: detached, or of another dtype."""
@@ -118,8 +117,8 @@ class Prepared:
             return x if index is None else x.index_select(-2, index)
 
         features = []
-        for number, f in enumerate(self.features):
-            memo = self.memos.setdefault(number, {}) if columns is None else None
+        for f in self.features:
+            memo = f.memo if columns is None else {}
             sides = take(f.left, rows), take(f.right, columns)
             features.append(Features(*sides, f.weight, f.alpha, memo, f, rows=rows, columns=columns))
         return Prepared(tuple(features), self.coefficients)

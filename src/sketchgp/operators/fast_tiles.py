@@ -104,9 +104,7 @@ class Distances:
 
     @staticmethod
     def _once(features: Features, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return ``make()``, remembered where other parts of a matrix have the same right side."""
-        if features.memo is None:
-            return make()
+        """Return ``make()``, remembered for other parts of a matrix with the same right side."""
         if name not in features.memo:
             features.memo[name] = make()
         return features.memo[name]
