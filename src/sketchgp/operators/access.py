@@ -57,13 +57,20 @@ def _sum(values: list[Tensor]) -> Tensor:
 MATRICES = Algebra(_sum, lambda value, c: value * c.to(value.dtype), mul)  # of dense matrices, or parts of them
 PRODUCTS = Algebra(_sum, lambda value, c: value * c.to(value.dtype))  # of products with vectors
 DIAGONALS = Algebra(_sum, lambda value, c: value * c.to(value.dtype).squeeze(-1), mul)
-OPERATORS = Algebra(
-    lambda parts: SumLinearOperator(*parts),
-    lambda part, c: ConstantMulLinearOperator(part, c[..., 0, 0]),
-    MulLinearOperator,
-)
 _TERMS = Algebra(lambda parts: [term for part in parts for term in part],
                  lambda part, c: [(scale * c.to(torch.float64), operator) for scale, operator in part])  # fmt: skip
+
+
+def _operators(constant: Callable[[Tensor], Tensor]) -> Algebra:
+    """Return the algebra of operators.
+
+    :param constant: what takes the place of a constant ``(...)``.
+    """
+    return Algebra(
+        lambda parts: SumLinearOperator(*parts),
+        lambda part, c: ConstantMulLinearOperator(part, constant(c[..., 0, 0])),
+        MulLinearOperator,
+    )
 
 
 def fold(operator: LinearOperator, leaf: Callable[[LinearOperator], Any], algebra: Algebra) -> Any:
@@ -169,10 +176,7 @@ def element(operator: LinearOperator, index: tuple[int, ...]) -> LinearOperator:
         part = part if part.batch_shape == batch else part.expand(*batch, *part.shape[-2:])
         return part.element(index) if isinstance(part, KernelMatrix) else part[index]
 
-    def scale(part: LinearOperator, constant: Tensor) -> LinearOperator:
-        return ConstantMulLinearOperator(part, constant[..., 0, 0].expand(batch)[index])
-
-    return fold(operator, leaf, Algebra(OPERATORS.add, scale, MulLinearOperator))
+    return fold(operator, leaf, _operators(lambda constant: constant.expand(batch)[index]))
 
 
 def diagonal(operator: LinearOperator) -> Tensor:
@@ -269,11 +273,7 @@ def evaluated_accurately(operator: LinearOperator, engine: str = "tiled") -> Lin
     operator = operator.evaluate_kernel()
     if operator.dtype == torch.float64 or not all(isinstance(part, KernelMatrix) for _, part in terms(operator)):
         return operator
-    result: LinearOperator = fold(
-        operator,
-        lambda part: part.type(torch.float64).by(engine),
-        Algebra(OPERATORS.add, lambda part, c: ConstantMulLinearOperator(part, c[..., 0, 0].to(torch.float64))),
-    )
+    result: LinearOperator = fold(operator, lambda part: part.type(torch.float64).by(engine), _operators(Tensor.double))
     return result
 
 

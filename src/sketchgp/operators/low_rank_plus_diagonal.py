@@ -19,15 +19,6 @@ _ENTRIES = 2**22  # of F that are scaled at once, so that no second n x r array 
 _WIDTH = 512  # columns of the symmetric C that are made at once
 
 
-def inverse_rows(factor: Tensor, diagonal: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of ``P^-1 F = D^-1 F C^-1``, ``(..., h, r)``, and as many entries of ``diag(P^-1)``, ``(..., h)``.
-
-    :param factor: such rows of F; :param diagonal: entries of d; :param root: of C (:meth:`capacitance_root`).
-    """
-    rows = cholesky_solve(factor.mT, root).mT / diagonal.unsqueeze(-1)
-    return rows, (1 - (factor * rows).sum(-1)) / diagonal
-
-
 class LowRankPlusDiagonal:
     """``F F^T + diag(d)``, symmetric positive definite.
 
@@ -178,7 +169,8 @@ class LowRankPlusDiagonal:
         def rows_of(rows: slice) -> Tensor:
             part = self.rows(rows)
             part = part.expand(*self.batch_shape, *part.shape[-2:])
-            half, of_inverse[..., rows] = inverse_rows(part, diagonal[..., rows], root)
+            half = cholesky_solve(part.mT, root).mT / diagonal[..., rows, None]  # of P^-1 F
+            of_inverse[..., rows] = (1 - (part * half).sum(-1)) / diagonal[..., rows]  # of the diagonal of P^-1
             return half * g[..., None, None] + a[..., rows, :] @ b
 
         of_factor = self.pull_back(tensors, rows_of)

@@ -48,7 +48,7 @@ def greedy_cholesky(
     floor = matrix.resolution * float(residual.sum())
     rank = min(rank, n)
     space = space or Space(n)
-    result = Columns.of(space.height, rank, device, surely=enough is None)
+    result = Columns(space.height, rank, device, surely=enough is None)
     pivots = torch.zeros(rank, dtype=torch.long, device=device)
     while (done := result.count) < rank:
         wanted = scores.of(residual)

@@ -12,7 +12,8 @@ from ..operators.access import Access
 from ..operators.moving_factors import FactorOfColumns, FactorOfSketch, sketched
 from ..space import Factor, held_rows, space_of
 
-_BEGIN = 128  # columns that a factor of no certain rank begins with, where memory is taken at once
+_PAGES = "cpu"  # where memory is given when it is written to
+_BEGIN = 128  # columns that a factor of no certain rank begins with elsewhere
 
 
 @dataclass
@@ -67,21 +68,13 @@ class Columns:
     """F, ``(n, r)`` float64, as its columns come; each lies in one piece of memory.
 
     :param n: rows; :param most: columns that may come.
-    :param begin: of them, that there is room for at first; it grows twofold.
+    :param surely: whether all of them will come.  Otherwise memory grows with them, twofold, where it is taken at once.
     """
 
-    def __init__(self, n: int, most: int, device: torch.device, begin: int) -> None:
+    def __init__(self, n: int, most: int, device: torch.device, surely: bool) -> None:
         self.most, self.count = most, 0
-        self._rows = torch.empty(min(begin, most), n, dtype=torch.float64, device=device)  # of F^T
-
-    @classmethod
-    def of(cls, n: int, most: int, device: torch.device, surely: bool) -> Columns:
-        """Return an empty factor.
-
-        :param surely: whether all columns will come.  Otherwise memory grows with them; on a CPU the system gives
-            pages when they are written to, so that nothing is moved.
-        """
-        return cls(n, most, device, most if surely or device.type == "cpu" else _BEGIN)
+        begin = most if surely or device.type == _PAGES else min(most, _BEGIN)
+        self._rows = torch.empty(begin, n, dtype=torch.float64, device=device)  # of F^T
 
     @property
     def factor(self) -> Tensor:

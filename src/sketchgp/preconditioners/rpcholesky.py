@@ -62,7 +62,7 @@ def rpcholesky(
     """
     space, rank, diagonal = space or Space(matrix.n), min(rank, matrix.n), matrix.diagonal()
     block = min(block_size or max(1, min(100, rank // 10)), max(1, rank))  # more could not all be kept
-    result = Columns.of(space.height, rank, matrix.device, surely=enough is None)
+    result = Columns(space.height, rank, matrix.device, surely=enough is None)
     pivots: list[Tensor] = []
     residual, scores = diagonal.clone(), Scores(matrix, diagonal, weights)
     floor, failures = matrix.resolution * float(diagonal.sum()), 0
