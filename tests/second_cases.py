@@ -1372,7 +1372,7 @@ def fits(case: Case) -> None:
         case.outcomes["no truth"] += 1
         return
     case.warned = warned + [note for note in history.notes if "sure" in note or "start" in note]
-    if "settled" not in history.reason:
+    if not history.converged:
         case.warned.append(history.reason)
     if history.at_limits:
         case.warned.append(str(history.at_limits))

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 import torch
 from gpytorch.constraints import GreaterThan
-from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
+from gpytorch.kernels import LinearKernel, MaternKernel, RBFKernel, ScaleKernel
 from gpytorch.likelihoods import GaussianLikelihood
 from gpytorch.means import ConstantMean, LinearMean, ZeroMean
 
 import sketchgp
 from gp_models import TORCH_WARNINGS, iterative, small_subsets
 from sketchgp.fitting.minimise import InverseHessian
+from sketchgp.fitting.objective import Objective
 from sketchgp.fitting.starts import inputs_seen
+from sketchgp.fitting.variables import Variables
 
 pytestmark = TORCH_WARNINGS
 
@@ -121,6 +123,44 @@ def test_inputs_far_from_the_origin_and_a_linear_mean() -> None:
         assert history.converged and history.gradients[history.best_step] < 0.01
         ends.append(history.best_loss)
     assert ends[1] == pytest.approx(ends[0], abs=0.01)
+
+
+@pytest.mark.parametrize("start", ["auto", "model"])
+def test_the_level_of_the_targets_changes_no_end(start: str) -> None:
+    """A constant in units of the level would be steeper than all else, and noise as large as the level a plateau."""
+    x, y = rows()
+    ends = []
+    for level in (0.0, 1e5):
+        mean = ConstantMean()
+        mean.initialize(constant=level if start == "model" else 0.0)
+        ends.append(fitted(x, y + level, mean, ScaleKernel(LinearKernel()), start=start))
+    assert all(end.converged for end in ends)
+    assert ends[1].best_loss == pytest.approx(ends[0].best_loss, abs=0.005)
+
+
+def test_weights_of_a_mean_are_moved_apart_however_far_a_row_is() -> None:
+    """Steps of all variables change the mean at the rows as much as the targets differ, and in ways of their own."""
+    x, y = rows(d=3)
+    x[0] *= 1e4
+    for given in (x, torch.cat([x, x[:, :1]], dim=1), x[:2]):  # of full rank, with a copy of a column, with few rows
+        mean = LinearMean(given.shape[1])
+        model = sketchgp.accelerate(Model(given, y[: len(given)], mean, scaled(given.shape[1]))).train()
+        variables = Variables(Objective(model, sketchgp.ExactMarginalLogLikelihood(model.likelihood, model)))
+        before, changes = variables(), []
+        at = next(i for i, (name, _) in enumerate(model.named_parameters()) if name == "mean_module.weights")
+        first = sum(p.numel() for p in list(model.parameters())[:at])
+        with torch.no_grad():
+            values = mean(given)
+            for step in np.eye(len(before))[first : first + given.shape[1]]:
+                variables.put(before + step)
+                changes.append((mean(given) - values) / y[: len(given)].std(correction=0))
+            variables.put(before)
+            assert torch.allclose(mean(given), values)
+        gram = torch.stack(changes) @ torch.stack(changes).mT / len(given)
+        rank = int(torch.linalg.matrix_rank(given - given.mean(dim=0)))
+        expected = torch.ones(len(gram), dtype=torch.float64)
+        expected[: len(gram) - rank] = 0
+        assert torch.allclose(torch.linalg.eigvalsh(gram), expected, atol=1e-5)
 
 
 def test_an_inducing_point_model_starts_from_what_the_size_of_its_inputs_suggests() -> None:

@@ -384,17 +384,23 @@ def to_unit(objective: Objective) -> str:
     :returns: what was done, in words; "" for nothing.
     """
     model, before, prior = objective.model, objective.state(), prior_variance(objective.model)
-    if not set_scale(model, mean_square(model), _OTHER_UNIT):
+    level = mean_square(model) > _OTHER_UNIT * targets_variance(model) > 0
+    if level:
+        centre_mean(model)
+    scaled = set_scale(model, mean_square(model), _OTHER_UNIT)
+    if not (level or scaled):
         return ""
-    noise = max((float(c.transform(p).max()) for p, c in _noises(model)), default=0.0)
-    set_noise(model, min(max(noise / prior, _NONE), 1.0))
-    scaled, loss = objective.state(), _loss(objective)
+    if scaled:
+        noise = max((float(c.transform(p).max()) for p, c in _noises(model)), default=0.0)
+        set_noise(model, min(max(noise / prior, _NONE), 1.0))
+    moved, loss = objective.state(), _loss(objective)
     objective.restore(before)
     first = _loss(objective)
     if not loss < first:
         return ""
-    objective.restore(scaled)
-    return f"the output scale and the noise got the targets' unit: the loss was {first:.4g}, and {loss:.4g} then"
+    objective.restore(moved)
+    what = " and ".join(["the constant of the mean"] * level + ["the output scale and the noise"] * scaled)
+    return f"{what} got the targets' unit: the loss was {first:.4g}, and {loss:.4g} then"
 
 
 def _noises(model: Any) -> list[tuple[Any, Any]]:

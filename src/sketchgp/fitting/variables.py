@@ -3,6 +3,8 @@
 What a constraint keeps positive is moved by its logarithm (above the least value of the constraint): lengthscales of
 inputs that do not matter grow by orders of magnitude, and those of softplus's argument take as many steps.  Constants
 and weights of means, and inducing points, are moved in units of the data: a step of length 1 is as long for all.
+That of the targets is their deviation: their level says nothing of how near to it a constant has to come.
+Weights are those of whitened inputs, where few rows far from all others do not set the unit of every direction.
 The constant of a linear mean is its value at the centre of the inputs: far from the origin weights and constant would
 be nearly the same direction.
 """
@@ -23,6 +25,7 @@ from .starts import inputs_seen
 _LEAST, _MOST = 1e-5, 1e5  # limits of a positive value in units of the data; scikit-learn's, for data of size 1
 _ABOVE = 1e-8  # least distance to a constraint's least value
 _NEXT_TO = 1e-6  # distance to a limit at which a variable is on it
+_NARROW = 1e-7  # deviation of inputs in a direction, over the largest input, that rounding may have made
 _ROOM = 1e3  # factor of the interval about a start outside these limits
 
 
@@ -37,10 +40,17 @@ class Variables:
         named = objective.hyperparameters()
         self._names, self._constraints = [name for name, *_ in named], [constraint for *_, constraint in named]
         self._logs = [_positive(constraint) for constraint in self._constraints]
+        self._rows = [
+            x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1])
+            for x in objective.model.train_inputs
+            if x.is_floating_point()
+        ]
+        targets = objective.model.train_targets.detach().to("cpu", torch.float64)
+        self._targets = targets[~torch.isnan(targets)]
         seen = inputs_seen(objective.model).values()  # by the kernels
-        self._inputs = [*self._deviations(), *(x.std(dim=0, correction=0) for x in seen)]
+        self._inputs = [x.std(dim=0, correction=0) for x in (*self._rows, *seen)]
         self._sizes = [self._size(p, log) for p, log in zip(objective.parameters, self._logs, strict=True)]
-        self._centred = self._centred_means()
+        self._linear = self._linear_means()
         parts = [self._bounds(*pair) for pair in enumerate(self._constraints)]
         self.lower, self.upper = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
 
@@ -64,62 +74,39 @@ class Variables:
 
         Units are deviations of the inputs, or the mean square of the targets, for scales and noises.
         """
-        sizes = torch.cat([*self._inputs, torch.ones(1).double()]) if of_inputs else self._square().reshape(1)
+        square = self._targets.square().mean().reshape(1)
+        sizes = torch.cat([*self._inputs, torch.ones(1).double()]) if of_inputs else square
         sizes = sizes[(sizes > 0) & torch.isfinite(sizes)]
         return min([1.0, *sizes.tolist()]), max([1.0, *sizes.tolist()])
 
-    def _centred_means(self) -> dict[int, tuple[int, Tensor]]:
-        """Return, by the place of the constant of a linear mean, that of the weights and the centre ``(d,)``."""
+    def _linear_means(self) -> dict[int, tuple[int | None, Tensor, Tensor]]:
+        """Return, by the place of the weights of a linear mean, that of the constant, and centre ``(d,)`` and root.
+
+        The root ``(d, d)`` is of the inverse of the inputs' covariance, but where rounding alone tells rows apart.
+        """
         places = {id(p): place for place, p in enumerate(self.objective.parameters)}
-        inputs, result = self.objective.model.train_inputs, {}
+        result: dict[int, tuple[int | None, Tensor, Tensor]] = {}
         for module in self.objective.model.modules():
-            if isinstance(module, LinearMean) and module.bias is not None and len(inputs) == 1:
-                weights, bias = places.get(id(module.weights)), places.get(id(module.bias))
-                centre = inputs[0].detach().to("cpu", torch.float64).reshape(-1, inputs[0].shape[-1]).mean(dim=0)
-                one = module.bias.numel() == 1 and module.weights.numel() == len(centre)
-                if one and weights is not None and bias is not None:
-                    result[bias] = weights, centre
+            place = places.get(id(module.weights)) if isinstance(module, LinearMean) and self._rows else None
+            if place is None or module.weights.shape[-2] != self._rows[0].shape[-1] or self._constraints[place]:
+                continue
+            x, centre = self._rows[0], self._rows[0].mean(dim=0)
+            squares, axes = torch.linalg.eigh((x - centre).mT @ (x - centre) / len(x))
+            squares = torch.where(squares > (_NARROW * x.abs().amax()) ** 2, squares, squares.amax())
+            root = axes / torch.where(squares > 0, squares, 1).sqrt() @ axes.mT
+            result[place] = places.get(id(module.bias)), centre, root
         return result
-
-    def _deviations(self) -> list[Tensor]:
-        """Return the deviation of each input ``(d,)``, float64, for each of the tensors that hold inputs."""
-        return [
-            x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1]).std(dim=0, correction=0)
-            for x in self.objective.model.train_inputs
-            if x.is_floating_point()
-        ]
-
-    def _square(self) -> Tensor:
-        """Return the mean square of the targets, float64."""
-        targets = self.objective.model.train_targets.detach().to("cpu", torch.float64)
-        return targets[~torch.isnan(targets)].square().mean()
 
     def _size(self, parameter: Tensor, log: bool) -> Tensor:
         """Return the unit of a parameter, in its shape; 1 where that is not known."""
         unknown = torch.ones(parameter.shape, dtype=torch.float64)
-        if log:
-            return unknown
-        size, parts = self._square().sqrt(), self._deviations()
-        inputs = parts[0] if parts else unknown.new_ones(0)
-        for module in self.objective.model.modules():
-            named = dict(module.named_parameters(recurse=False))
-            if isinstance(module, ConstantMean) and parameter is named.get("raw_constant"):
-                break
-            if isinstance(module, LinearMean) and parameter is named.get("bias"):
-                break
-            if isinstance(module, LinearMean) and parameter is named.get("weights"):
-                size = size / inputs.unsqueeze(-1)
-                break
-            if parameter is named.get("inducing_points"):
-                size = inputs
-                break
-        else:
-            return unknown
-        try:
-            size = size.broadcast_to(parameter.shape)
-        except RuntimeError:  # of some of the inputs
-            return unknown
-        return torch.where((size > 0) & torch.isfinite(size), size, unknown)
+        for module in () if log else self.objective.model.modules():
+            own = any(parameter is one for one in module.parameters(recurse=False))
+            if own and isinstance(module, ConstantMean | LinearMean):
+                return unknown * (float(self._targets.std(correction=0)) or 1.0)
+            if parameter is getattr(module, "inducing_points", None) and parameter.shape[-1:] == self._inputs[0].shape:
+                return torch.where(self._inputs[0] > 0, self._inputs[0], unknown)
+        return unknown
 
     def _of(self, index: int) -> np.ndarray:
         """Return the variables of one parameter."""
@@ -128,9 +115,12 @@ class Variables:
             constraint = self._constraints[index]
             above = constraint.transform(parameter) - constraint.lower_bound.to(parameter)
             parameter = above.clamp(min=torch.finfo(torch.float64).tiny).log()
-        if index in self._centred:
-            weights, centre = self._centred[index]
-            parameter = parameter + centre @ self.objective.parameters[weights].detach().to(centre).reshape(-1)
+        for place, (constant, centre, root) in self._linear.items():
+            weights = self.objective.parameters[place].detach().to(centre)
+            if index == place:
+                parameter = torch.linalg.solve(root, weights)
+            elif index == constant:
+                parameter = parameter + weights.mT @ centre
         return (parameter / self._sizes[index]).reshape(-1).numpy()
 
     def __call__(self) -> np.ndarray:
@@ -184,8 +174,10 @@ class Variables:
                 constraint = self._constraints[index]
                 values = constraint.inverse_transform(values.exp() + constraint.lower_bound.to(values))
             parts.append(values)
-        for index, (weights, centre) in self._centred.items():
-            parts[index] = parts[index] - centre @ parts[weights].reshape(-1)
+        for place, (constant, centre, root) in self._linear.items():
+            parts[place] = root @ parts[place]
+            if constant is not None:
+                parts[constant] = parts[constant] - parts[place].mT @ centre
         return parts
 
 
