@@ -274,8 +274,8 @@ BREAKS = (
         "too little is taken off the residual",
     ),
     Break(
-        "new = column[:, 0] - result.factor @ row",
-        "new = column[:, 0]",
+        "[:, 0] - columns.factor @ row",
+        "[:, 0]",
         LOWRANK,
         "greedy columns are not made orthogonal to earlier ones",
     ),

@@ -13,7 +13,7 @@ from ..fingerprint import parameters_held
 from ..operators.access import Access
 from ..space import Space
 from .base import Preconditioner
-from .low_rank import Columns, LowRank, Scores
+from .low_rank import LowRank, PartialCholesky
 
 
 @torch.no_grad()
@@ -42,34 +42,20 @@ def greedy_cholesky(
         each; a column sends the row of its pivot, and n numbers.
     :returns: the factor in float64 with its pivots.
     """
-    diagonal = matrix.diagonal()
-    residual, scores = diagonal.clone(), Scores(matrix, diagonal, weights)
-    n, device = matrix.n, matrix.device
-    floor = matrix.resolution * float(residual.sum())
-    rank = min(rank, n)
-    space = space or Space(n)
-    result = Columns(space.height, rank, device, surely=enough is None)
-    pivots = torch.zeros(rank, dtype=torch.long, device=device)
-    while (done := result.count) < rank:
-        wanted = scores.of(residual)
+    state = PartialCholesky(matrix, rank, weights, tol, enough, space)
+    space, columns = state.space, state.columns
+    while columns.count < state.rank:
+        wanted = state.scores()
         best = wanted.argmax()[None]
-        row = space.rows(result.factor, best)[0]
-        column = space.columns(matrix, best)
-        new = column[:, 0] - result.factor @ row
+        row = space.rows(columns.factor, best)[0]
+        new = space.columns(matrix, best)[:, 0] - columns.factor @ row
         height = space.rows(new[:, None], best)[0]
         # The column is made before it is known whether it is needed, so that a device is waited for once.
-        sums, pivot, score = fetched(scores.sums(residual, wanted), height, wanted.index_select(0, best))
-        left, total, _ = sums.tolist()
-        if left <= floor or total <= tol or (enough is not None and enough(done, total)):
+        sums, pivot = fetched(state.sums(wanted), height)
+        if state.ends(sums) or not pivot > 0:
             break
-        if not (pivot > 0 and score > 0):
-            break
-        new = new / height.sqrt()
-        result.add(new.unsqueeze(0))
-        pivots[done : done + 1] = best
-        residual = (residual - space.numbers(new.square())).clamp_(min=0)
-        residual[best] = 0
-    return LowRank(space.factor(result.all()), pivots[: result.count], residual, sequential=True)
+        state.add((new / height.sqrt()).unsqueeze(0), best)
+    return state.low_rank(sequential=True)
 
 
 @dataclass(frozen=True)

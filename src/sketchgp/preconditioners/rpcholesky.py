@@ -22,7 +22,7 @@ from ..operators.access import Access
 from ..random_streams import generator
 from ..space import Space
 from .base import Preconditioner
-from .low_rank import Columns, LowRank, Scores, shifted_cholesky
+from .low_rank import LowRank, PartialCholesky, shifted_cholesky
 
 _FAILURES = 50  # rounds without a pivot after which no more are proposed
 
@@ -60,56 +60,42 @@ def rpcholesky(
     :param space: of F; None makes all rows.  Each of P ranks evaluates (rank + 1) n / P entries of K; a round sends the
         fall of the residual, n numbers, and the rows of F of the proposals.
     """
-    space, rank, diagonal = space or Space(matrix.n), min(rank, matrix.n), matrix.diagonal()
+    state = PartialCholesky(matrix, rank, weights, tol, enough, space)
+    rank, columns, failures = state.rank, state.columns, 0
     block = min(block_size or max(1, min(100, rank // 10)), max(1, rank))  # more could not all be kept
-    result = Columns(space.height, rank, matrix.device, surely=enough is None)
-    pivots: list[Tensor] = []
-    residual, scores = diagonal.clone(), Scores(matrix, diagonal, weights)
-    floor, failures = matrix.resolution * float(diagonal.sum()), 0
-    while result.count < rank and failures < _FAILURES:
-        size = block if enough is None or block_size else min(block, max(8, result.count // 4))
-        size = min(size, rank - result.count) if method == "block" else size
+    while columns.count < rank and failures < _FAILURES:
+        size = block if enough is None or block_size else min(block, max(8, columns.count // 4))
+        size = min(size, rank - columns.count) if method == "block" else size
         before = generator.get_state()
         draw = partial(_draw, size=size, generator=generator, distinct=method == "block")
-        rows, sums, schur, bounds, drawn = _proposed(matrix, space, result.factor, residual, scores, draw)
-        left, total, score = sums.tolist()
-        if left <= floor or total <= tol or not score > 0 or (enough is not None and enough(result.count, total)):
+        rows, sums, schur, bounds, drawn = _proposed(state, draw)
+        if state.ends(sums):
             generator.set_state(before)  # unused proposals leave no trace in the stream
             break
         if method == "block":
             kept, root = _distinct(schur, drawn, matrix.resolution)
         else:
-            kept, root = _reject(schur, bounds, rank - result.count, generator)
+            kept, root = _reject(schur, bounds, rank - columns.count, generator)
         failures = 0 if len(kept) else failures + 1
         if len(kept):
             chosen = sent(drawn[kept].long(), matrix.device)
-            new = _eliminated(space.columns(matrix, chosen), result.factor, rows, kept, root)
-            result.add(new)
-            residual = (residual - space.numbers(new.square().sum(dim=0))).clamp_(min=0)
-            residual[chosen] = 0
-            pivots.append(chosen)
-    chosen = torch.cat(pivots) if pivots else torch.empty(0, dtype=torch.long, device=matrix.device)
-    return LowRank(space.factor(result.all()), chosen, residual, sequential=method == "accelerated")
+            state.add(_eliminated(state.space.columns(matrix, chosen), columns.factor, rows, kept, root), chosen)
+    return state.low_rank(sequential=method == "accelerated")
 
 
 def _proposed(
-    matrix: Access,
-    space: Space,
-    factor: Tensor,
-    residual: Tensor,
-    scores: Scores,
-    draw: Callable[[Tensor], Tensor],
+    state: PartialCholesky, draw: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Draw pivots before it is known whether they are needed, so that a device is waited for once a round.
 
     :returns: the rows of F at the proposals, on the device; and on the CPU the sums of the scores, the block of
         ``K - F F^T`` at the proposals, their residuals, and the proposals.
     """
-    wanted = scores.of(residual)
+    wanted = state.scores()
     proposals = draw(wanted)
-    rows = space.rows(factor, proposals)
-    schur = matrix.block(proposals, proposals) - rows @ rows.mT
-    sums, small, bounds, drawn = fetched(scores.sums(residual, wanted), schur, residual[proposals], proposals)
+    rows = state.space.rows(state.columns.factor, proposals)
+    schur = state.matrix.block(proposals, proposals) - rows @ rows.mT
+    sums, small, bounds, drawn = fetched(state.sums(wanted), schur, state.residual[proposals], proposals)
     return rows, sums, small.reshape(schur.shape), bounds, drawn
 
 
