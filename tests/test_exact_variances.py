@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +122,27 @@ def variances(name: str, d: int, noise: float, dtype: torch.dtype) -> tuple[Tens
 def test_exact_is_exact(name: str, d: int, noise: float) -> None:
     found, expected = variances(name, d, noise, torch.float64)
     assert float((found - expected).abs().max()) < 0.01 * noise
+
+
+@pytest.mark.parametrize("few", [20, 800])
+def test_independent_tasks_far_from_the_origin(few: int) -> None:
+    """Float32 entries would be off by more than the noise; and parameters stay as they are where those are float64."""
+    x, y, z = data(2)
+    x, y, z = (1000 + x).float(), y.float(), (1000 + z).float()
+    model = independent(x, y, 4e-4).float()
+    twin = copy.deepcopy(model).double()
+    twin.set_train_data(x.double(), y.double(), strict=False)
+    sketchgp.accelerate(model).eval()
+    with gpytorch.settings.max_cholesky_size(few), torch.no_grad():
+        found = sketchgp.predict(model, z)
+        mean, variance = model(z).mean, model(z).variance
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    with dense(), torch.no_grad():
+        expected = twin.eval()(z.double())
+    deviation = (expected.variance + 4e-4).sqrt()
+    for one, other in ((found.mean, found.variance), (mean, variance)):
+        assert float(((one - expected.mean).abs() / deviation).max()) < 0.01
+        assert float(((other - expected.variance).abs() / deviation.square()).max()) < 0.02
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -24,7 +24,7 @@ from ..row_sources import blocks
 from .engines import DENSE, TRITON, choose
 from .generic_tiles import call
 from .kernel_matrix import KernelMatrix
-from .lazies import SUMS, keeps_gradients, without_keops
+from .lazies import SUMS, evaluated, keeps_gradients, without_keops
 from .pairs import take
 from .products import part_of_rows
 from .profiles import MATERN
@@ -95,14 +95,21 @@ def float64(operator: Any, diagonal: bool = False) -> Tensor:
     Kernels are evaluated in float64.
     """
 
-    def leaf(part: LinearOperator) -> Tensor:
+    def inner(part: Any) -> LinearOperator | None:
         if isinstance(part, LazyEvaluatedKernelTensor):
             exact = part.dtype == torch.float64 and (diagonal or part.shape.numel() <= _SMALL)
-            if exact and diagonal and (known := _diagonal_alone(part)) is not None:
+            part = (None if exact else KernelMatrix.from_lazy(part, "tiled")) or part.evaluate_kernel()
+            return part if diagonal else DenseLinearOperator(float64(part))
+        return DenseLinearOperator(float64(part)) if isinstance(part, KernelMatrix) and not diagonal else None
+
+    def leaf(part: LinearOperator) -> Tensor:
+        if isinstance(part, LazyEvaluatedKernelTensor):
+            if diagonal and part.dtype == torch.float64 and (known := _diagonal_alone(part)) is not None:
                 return known
-            matrix = None if exact else KernelMatrix.from_lazy(part, "tiled")
-            return float64(part.evaluate_kernel() if matrix is None else matrix, diagonal)
-        part = part.type(torch.float64)  # products of features, too, are then rounded to float64
+            return float64(inner(part), diagonal)
+        # type() would convert the user's kernels in place; products of features, too, are then rounded to float64
+        part = part if isinstance(part, KernelMatrix) else evaluated(part, by=inner)
+        part = part.type(torch.float64)
         return (part.diagonal(dim1=-1, dim2=-2) if diagonal else to_dense(part)).to(torch.float64)
 
     return fold(to_linear_operator(operator), leaf, DIAGONALS if diagonal else MATRICES)

@@ -8,7 +8,7 @@ kernel's ``active_dims`` taken away meanwhile: of two threads one can leave eith
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 from operator import add, mul
@@ -184,11 +184,14 @@ def _entries(points: Tensor, outputs: int) -> Tensor:
     return (points.unsqueeze(-1) * outputs + torch.arange(outputs, device=points.device)).reshape(-1)
 
 
-def evaluated(value: Any, apart: bool = True) -> Any:
+def evaluated(value: Any, apart: bool = True, by: Callable[[Any], Any] | None = None) -> Any:
     """Return a tensor or operator with every unevaluated kernel in it evaluated.
 
     :param apart: as in :func:`forward`.
+    :param by: gives what takes the place of a part, or None where its own parts are looked at.
     """
+    if by is not None and (other := by(value)) is not None:
+        return other
     if isinstance(value, LazyEvaluatedKernelTensor):
         options = {**value.params, **({"last_dim_is_batch": True} if value.last_dim_is_batch else {})}
         with KERNELS, torch.set_grad_enabled(keeps_gradients(value)):
@@ -196,7 +199,7 @@ def evaluated(value: Any, apart: bool = True) -> Any:
     if not isinstance(value, LinearOperator):
         return value
     before = parts_of(value)
-    parts = [evaluated(part, apart) for part in before]
+    parts = [evaluated(part, apart, by) for part in before]
     if all(new is old for new, old in zip(parts, before, strict=True)):
         return value
     parts = [new if torch.is_tensor(old) else to_linear_operator(new) if torch.is_tensor(new) else new

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from linear_operator.operators import AddedDiagLinearOperator, LinearOperator, MulLinearOperator, RootLinearOperator
 
@@ -18,7 +19,7 @@ from ...cards import Card, choice, shape, tensor_kind
 from ...checks import found
 from ...density import log_density
 from ...errors import ConvergenceWarning, InputError, warn
-from ...operators.lazies import adopt_kernels, evaluated_in
+from ...operators.lazies import adopt_kernels, evaluated, evaluated_in
 from ...solvers import Cholesky
 from ..lazy_covariance import LazyCovariance, NoisyCovariance
 from ..prediction import Prediction
@@ -129,6 +130,10 @@ class AcceleratedModel(_Accelerated):
             converted = _converted(covariance, acceleration)
             if converted is not covariance:
                 prior = MultivariateNormal(prior.mean, converted)
+        elif accurate and type(prior) is MultitaskMultivariateNormal:
+            lazy = LazyEvaluatedKernelTensor  # a kernel for every task; GPyTorch would evaluate what it slices
+            tasks = evaluated(covariance, by=lambda p: _converted(p, acceleration) if isinstance(p, lazy) else None)
+            prior = MultitaskMultivariateNormal(prior.mean, tasks, interleaved=prior._interleaved)
         # by this mark the likelihood finds the choices of the model
         setattr(prior.lazy_covariance_matrix, ATTRIBUTE, acceleration)
         prior.__class__ = accelerated_class(type(prior), AcceleratedDistribution)
