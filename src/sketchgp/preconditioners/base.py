@@ -60,11 +60,6 @@ class Selection:
         """True where :meth:`Preconditioner.moving` keeps this F for the same K."""
         return self.core_root is not None or self.coefficients is not None or self.pivots is None
 
-    @property
-    def made(self) -> bool:
-        """True where ``factor`` has its columns."""
-        return self.factor.shape[-1] == self.columns
-
 
 @dataclass(frozen=True)
 class Preconditioner:

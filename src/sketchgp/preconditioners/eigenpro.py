@@ -120,7 +120,7 @@ class NystromEigenPro(Preconditioner):
     def moving(self, matrix: Access, selection: Selection) -> MovingFactor:
         assert selection.pivots is not None and selection.coefficients is not None
         moving = FactorOfColumns(selection.factor, None, selection.pivots, selection.coefficients)
-        if not selection.made:
+        if selection.factor.shape[-1] < selection.columns:  # dropped
             moving.factor = moving.made(matrix)
         return moving
 

@@ -108,10 +108,6 @@ class Costs:
         product = self.n**2 * self.product
         return product + self.n * rank * self.prices.apply + self.prices.step
 
-    def widening(self) -> float:
-        """Return the cost that one more column adds to an iteration."""
-        return self.n * self.prices.apply
-
     def column(self, rank: int) -> float:
         """Return the cost of one more column; a round brings about a third of the present rank, and at most fifty."""
         made = self.n * (self.entry + rank * self.build)
@@ -161,5 +157,5 @@ class RankByCost:
         largest = _SPREAD * decay * left / rank / (1 + _FLOOR * share * math.exp(-_FALL * decay))
         iterations = self.costs.share * _FACTOR * (1 + largest) ** _POWER
         saved = _POWER * (1 + decay) * largest / (1 + largest) * iterations / rank  # by one column
-        price = self.costs.column(rank) + iterations * self.costs.widening()
+        price = self.costs.column(rank) + iterations * (n * self.costs.prices.apply)  # of a wider F
         return saved * self.costs.iteration(rank) < price
