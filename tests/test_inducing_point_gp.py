@@ -143,6 +143,15 @@ def test_prior_means_of_float32_models():
     model = InducingPointGP(x, y, model.likelihood, mean, model.covar_module, z).eval()
     expected = _reference(model, test)[0].squeeze(1)
     assert float((model(test).mean.double() - expected).abs().max()) < 1e-5
+    one, y = far.float().unsqueeze(0), torch.tensor([1203.0])  # a residual of 1.7e6
+    with torch.no_grad():
+        mean.weights.copy_(torch.tensor([[1.2345], [-0.4321], [0.0]]))
+    prior = float(far @ mean.weights.detach().double().squeeze(1))
+    model.likelihood.noise = 2e-4
+    scale, noise = model.covar_module.outputscale.item(), model.likelihood.noise.item()
+    for solver in (QR(), KRILL(), Falkon()):
+        model = InducingPointGP(one, y, model.likelihood, mean, model.covar_module, one, solver=solver).eval()
+        assert model(one).mean.item() == pytest.approx(prior + (1203.0 - prior) * scale / (scale + noise), rel=1e-6)
     plain, like = (_model(torch.float32, mean=mean)[0].eval() for mean in (_Plain(), LinearMean(3, bias=False)))
     with torch.no_grad():
         like.mean_module.weights.copy_(plain.mean_module.slopes.unsqueeze(1))

@@ -185,9 +185,8 @@ class InducingPointGP(gpytorch.models.ExactGP):
         return mean
 
     def _residual(self) -> Tensor:
-        """Return targets less prior means, ``(n, t)``."""
-        targets = self.train_targets.reshape(len(self._x), -1)
-        return (targets - self._prior_mean(self._x).unsqueeze(-1)).to(targets.dtype)
+        """Return targets less prior means, ``(n, t)``, in the dtype of the means."""
+        return self.train_targets.reshape(len(self._x), -1) - self._prior_mean(self._x).unsqueeze(-1)
 
     @property
     def solution(self) -> Solution:
@@ -210,7 +209,9 @@ class InducingPointGP(gpytorch.models.ExactGP):
 
     def _problem(self) -> InducingPointProblem:
         noise, z = self.noise().to(torch.float64), self.inducing_points.detach()
-        return InducingPointProblem(self.covar_module, self._x, self._residual(), noise, z)
+        problem = InducingPointProblem(self.covar_module, self._x, self.train_targets, noise, z)
+        problem.y = self._residual()  # in float32 one of a far point would be off by more than the noise
+        return problem
 
     def _solve(self, problem: InducingPointProblem) -> Solution:
         shape = torch.Size((problem.m, *problem.target_shape))
