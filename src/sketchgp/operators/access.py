@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import mul
+from functools import reduce
+from operator import add, mul
 from typing import Any, NamedTuple
 
 import torch
@@ -108,8 +109,7 @@ def float64(operator: Any, diagonal: bool = False) -> Tensor:
                 return known
             return float64(inner(part), diagonal)
         # type() would convert the user's kernels in place; products of features, too, are then rounded to float64
-        part = part if isinstance(part, KernelMatrix) else evaluated(part, by=inner)
-        part = part.type(torch.float64)
+        part = (part if isinstance(part, KernelMatrix) else evaluated(part, by=inner)).type(torch.float64)
         return (part.diagonal(dim1=-1, dim2=-2) if diagonal else to_dense(part)).to(torch.float64)
 
     return fold(to_linear_operator(operator), leaf, DIAGONALS if diagonal else MATRICES)
@@ -296,14 +296,13 @@ class AccurateProduct:
     @torch.no_grad()
     def __call__(self, vectors: Tensor) -> Tensor:
         """``K vectors`` for vectors ``(..., n, t)`` in float64."""
-        total = vectors.new_zeros(())
-        for scale, operator in self._terms:
+
+        def product(operator: LinearOperator) -> Tensor:
             if isinstance(operator, DenseLinearOperator):
-                product = dense_product(operator.tensor, vectors)
-            else:
-                product = operator.product(vectors) if isinstance(operator, KernelMatrix) else operator @ vectors
-            total = total + product * scale
-        return total
+                return dense_product(operator.tensor, vectors)
+            return operator.product(vectors) if isinstance(operator, KernelMatrix) else operator @ vectors
+
+        return reduce(add, (product(operator) * scale for scale, operator in self._terms))
 
 
 def accurate_matmul(operator: LinearOperator, vectors: Tensor) -> Tensor:

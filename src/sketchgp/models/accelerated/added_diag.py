@@ -16,6 +16,8 @@ from linear_operator import settings, to_dense
 from linear_operator.operators import (
     AddedDiagLinearOperator,
     BatchRepeatLinearOperator,
+    BlockDiagLinearOperator,
+    BlockInterleavedLinearOperator,
     ConstantMulLinearOperator,
     DenseLinearOperator,
     DiagLinearOperator,
@@ -326,21 +328,22 @@ def solved_by_us(covariance: Any) -> bool:
     return isinstance(covariance, AcceleratedAddedDiagLinearOperator) and not covariance.factorizes_solves
 
 
-def as_kernel_matrix(operator: Any, matmul: str, precision: str = "float32") -> Any:
+def as_kernel_matrix(operator: Any, acceleration: Acceleration) -> Any:
     """Return GPyTorch's unevaluated covariance with its plain kernel matrices replaced by :class:`KernelMatrix`.
 
-    Elementwise products of two roots are stored where they fit the memory budget.  Everything else is returned as it
-    is.
+    They are multiplied as the user chose.  Elementwise products of two roots are stored where they fit the memory
+    budget.  Everything else is returned as it is.
     """
     if isinstance(operator, LazyEvaluatedKernelTensor):
-        matrix = KernelMatrix.from_lazy(operator, matmul, precision)
+        matmul = "auto" if acceleration.matmul == "gpytorch" else acceleration.matmul
+        matrix = KernelMatrix.from_lazy(operator, matmul, acceleration.matmul_precision)
         return operator if matrix is None else matrix
     if type(operator) is SumLinearOperator:
-        return SumLinearOperator(*(as_kernel_matrix(part, matmul, precision) for part in operator.linear_ops))
+        return SumLinearOperator(*(as_kernel_matrix(part, acceleration) for part in operator.linear_ops))
     if type(operator) is ConstantMulLinearOperator:
-        return ConstantMulLinearOperator(
-            as_kernel_matrix(operator.base_linear_op, matmul, precision), operator._constant
-        )
+        return ConstantMulLinearOperator(as_kernel_matrix(operator.base_linear_op, acceleration), operator._constant)
+    if isinstance(operator, (BlockDiagLinearOperator, BlockInterleavedLinearOperator)):
+        return type(operator)(as_kernel_matrix(operator.base_linear_op, acceleration))
     fits = operator.shape.numel() * operator.dtype.itemsize <= memory_budget.value(operator.device)
     if type(operator) is MulLinearOperator and fits:
         return DenseLinearOperator(to_dense(operator.left_linear_op) * to_dense(operator.right_linear_op))

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
 from linear_operator.operators import AddedDiagLinearOperator, LinearOperator, MulLinearOperator, RootLinearOperator
 
@@ -19,7 +18,7 @@ from ...cards import Card, choice, shape, tensor_kind
 from ...checks import found
 from ...density import log_density
 from ...errors import ConvergenceWarning, InputError, warn
-from ...operators.lazies import adopt_kernels, evaluated, evaluated_in
+from ...operators.lazies import adopt_kernels, evaluated_in
 from ...solvers import Cholesky
 from ..lazy_covariance import LazyCovariance, NoisyCovariance
 from ..prediction import Prediction
@@ -126,14 +125,10 @@ class AcceleratedModel(_Accelerated):
         factorized = small or isinstance(acceleration.solver, Cholesky)
         accurate = factorized and not self.training and covariance.dtype != torch.float64  # type: ignore[attr-defined]
         ours = accurate or (acceleration.matmul != "gpytorch" and not small)
-        if prior.islazy and type(prior) is MultivariateNormal and ours:
-            converted = _converted(covariance, acceleration)
-            if converted is not covariance:
-                prior = MultivariateNormal(prior.mean, converted)
-        elif accurate and type(prior) is MultitaskMultivariateNormal:
-            lazy = LazyEvaluatedKernelTensor  # a kernel for every task; GPyTorch would evaluate what it slices
-            tasks = evaluated(covariance, by=lambda p: _converted(p, acceleration) if isinstance(p, lazy) else None)
-            prior = MultitaskMultivariateNormal(prior.mean, tasks, interleaved=prior._interleaved)
+        # GPyTorch would evaluate what it slices of a kernel for each task
+        wanted = {MultivariateNormal: ours, MultitaskMultivariateNormal: accurate}
+        if prior.islazy and wanted.get(type(prior)):
+            prior = _like(prior, type(prior), as_kernel_matrix(covariance, acceleration))
         # by this mark the likelihood finds the choices of the model
         setattr(prior.lazy_covariance_matrix, ATTRIBUTE, acceleration)
         prior.__class__ = accelerated_class(type(prior), AcceleratedDistribution)
@@ -152,7 +147,7 @@ class AcceleratedModel(_Accelerated):
         covariance = prior.lazy_covariance_matrix
         adopt_kernels(covariance)
         if convert and type(prior) is MultivariateNormal:
-            prior = MultivariateNormal(prior.mean, _converted(covariance, acceleration))
+            prior = MultivariateNormal(prior.mean, as_kernel_matrix(covariance, acceleration))
         setattr(prior.lazy_covariance_matrix, ATTRIBUTE, acceleration)
         return prior
 
@@ -189,10 +184,7 @@ class AcceleratedLikelihood(_Accelerated):
         assert parts is not None and acceleration is not None
         evaluation = not self.training  # type: ignore[attr-defined]
         accelerated = AcceleratedAddedDiagLinearOperator(*parts, acceleration=acceleration, evaluation=evaluation)
-        cls = accelerated_class(type(marginal), AcceleratedDistribution)
-        if isinstance(marginal, MultitaskMultivariateNormal):
-            return cls(marginal.mean, accelerated, interleaved=marginal._interleaved)
-        return cls(marginal.mean, accelerated)
+        return _like(marginal, accelerated_class(type(marginal), AcceleratedDistribution), accelerated)
 
 
 class AcceleratedDistribution(_Accelerated):
@@ -204,12 +196,9 @@ class AcceleratedDistribution(_Accelerated):
     """
 
     def __init__(self, mean: Any, covariance_matrix: Any, *args: Any, **kwargs: Any) -> None:
-        if type(covariance_matrix) is AddedDiagLinearOperator:
-            parts = summands(covariance_matrix)
-            assert parts is not None
-            acceleration = marked_choices(parts[0])
-            if acceleration is not None:
-                covariance_matrix = AcceleratedAddedDiagLinearOperator(*parts, acceleration=acceleration)
+        parts = summands(covariance_matrix) if type(covariance_matrix) is AddedDiagLinearOperator else None
+        if parts is not None and (acceleration := marked_choices(parts[0])) is not None:
+            covariance_matrix = AcceleratedAddedDiagLinearOperator(*parts, acceleration=acceleration)
         super().__init__(mean, covariance_matrix, *args, **kwargs)  # type: ignore[call-arg]
 
     @property
@@ -238,10 +227,10 @@ class AcceleratedDistribution(_Accelerated):
         return log_density(self, value)
 
 
-def _converted(covariance: Any, acceleration: Acceleration) -> Any:
-    """Return a covariance made of kernel matrices, multiplied as the user chose."""
-    matmul = "auto" if acceleration.matmul == "gpytorch" else acceleration.matmul
-    return as_kernel_matrix(covariance, matmul, acceleration.matmul_precision)
+def _like(distribution: Any, cls: type, covariance: Any) -> Any:
+    """Return a distribution of a class with the mean of another, and its order of tasks."""
+    tasks = isinstance(distribution, MultitaskMultivariateNormal)
+    return cls(distribution.mean, covariance, **({"interleaved": distribution._interleaved} if tasks else {}))
 
 
 def _places(model: Any) -> list[tuple[Any, ...]]:
