@@ -356,13 +356,10 @@ def centre_mean(model: Any) -> None:
     if residual is None or model.train_targets.dim() != 1:
         return
     for part in model.modules():
-        if isinstance(part, ConstantMean):
-            free, constant = not hasattr(part, "raw_constant_constraint"), part.raw_constant
-        elif isinstance(part, LinearMean) and part.bias is not None:
-            free, constant = True, part.bias
-        else:
-            continue
-        if free and constant.requires_grad and constant.numel() == 1:
+        name = "raw_constant" if isinstance(part, ConstantMean) else "bias" if isinstance(part, LinearMean) else ""
+        constant: Any = getattr(part, name, None)
+        free = constant is not None and constant.requires_grad and constant.numel() == 1
+        if free and not hasattr(part, f"{name}_constraint"):
             constant.add_(residual.mean())
             return
 

@@ -156,13 +156,11 @@ class Variables:
         variables = torch.from_numpy(vector).clone().requires_grad_()
         with torch.enable_grad():
             raw = self._raw(variables)
-            total = torch.zeros((), dtype=torch.float64)
-            for parameter, part in zip(self.objective.parameters, raw, strict=True):
-                if parameter.grad is not None:
-                    total = total + (part * parameter.grad.to("cpu", torch.float64)).sum()
-            if not total.requires_grad:
-                return np.zeros_like(vector)
-            (gradient,) = torch.autograd.grad(total, variables)
+        known = [(part, p.grad) for p, part in zip(self.objective.parameters, raw, strict=True) if p.grad is not None]
+        if not known:
+            return np.zeros_like(vector)
+        parts, grads = [part for part, _ in known], [grad.to(part) for part, grad in known]
+        (gradient,) = torch.autograd.grad(parts, variables, grads)
         return gradient.numpy()
 
     def _raw(self, vector: Tensor) -> list[Tensor]:
