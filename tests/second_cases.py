@@ -1147,7 +1147,10 @@ def ask_sparse(problem: Problem, model: Any, name: str) -> None:
         truth = Sparse(kernel, center, *rows_of, shift=exact.EPS)
         # hyperparameters are known to the dtype of the model
         kernel, center = copy.deepcopy(kernel).double(), copy.deepcopy(center).double()
-        moved = Sparse(kernel, center, *rows_of, shift=4 * exact.EPS)
+        # of a wave each distance is rounded by itself, as much as far points are far
+        waves = WAVES & set(case.told["kernels"])
+        phase = 6 * exact.EPS * problem.height**2 / problem.size if waves else 0.0
+        moved = Sparse(kernel, center, *rows_of, shift=4 * exact.EPS, phase=phase)
     except np.linalg.LinAlgError:
         return
     mean, variances = truth.at(rows(problem.points))

@@ -259,15 +259,18 @@ class Dense:
 
 
 class Sparse:
-    """The subset of regressors on inducing points, its DTC variances and Titsias's bound."""
+    """The subset of regressors on inducing points, its DTC variances and Titsias's bound.
 
-    def __init__(self, kernel, mean, x, y, noise, points, shift: float):
-        self.kernel, self.mean, self.points = kernel, mean, points
+    Entries are off at random by ``phase`` times the distance of their points: what rounding makes of waves.
+    """
+
+    def __init__(self, kernel, mean, x, y, noise, points, shift: float, phase: float = 0.0):
+        self.kernel, self.mean, self.points, self.phase = kernel, mean, points, phase
         noise = np.broadcast_to(noise, (len(x),)).astype(LONG)
-        inner = covariance(kernel, points, points)
+        inner = self.entries(points)
         inner = inner + shift * np.trace(inner) * np.eye(len(points), dtype=LONG)
         self.inner = cholesky(inner)
-        cross = forwards(self.inner, covariance(kernel, points, x))
+        cross = forwards(self.inner, self.entries(x))
         whole = np.eye(len(points), dtype=LONG) + (cross / noise) @ cross.T
         self.outer = cholesky(whole)
         residual = y - mean_of(mean, x)
@@ -282,8 +285,15 @@ class Sparse:
         left = ((prior - (cross**2).sum(0)) / noise).sum()
         self.bound = float(-(quadratic + logs + left + len(x) * np.log(2 * PI)) / 2 / len(x))
 
+    def entries(self, x: np.ndarray) -> np.ndarray:
+        """Return the covariances of the inducing points with those x, symmetric where x are the same."""
+        apart = np.sqrt(((self.points[:, None, :] - x[None, :, :]) ** 2).sum(-1))
+        signs = np.random.default_rng(0).choice([-1, 1], apart.shape)
+        signs = np.triu(signs) + np.triu(signs, 1).T if x is self.points else signs
+        return covariance(self.kernel, self.points, x) + self.phase * apart * signs
+
     def at(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        cross = forwards(self.inner, covariance(self.kernel, self.points, points))
+        cross = forwards(self.inner, self.entries(points))
         mean = mean_of(self.mean, points) + cross.T @ self.weights
         own = np.diagonal(covariance(self.kernel, points, points))
         return mean, own - (cross**2).sum(0) + (forwards(self.outer, cross) ** 2).sum(0)
