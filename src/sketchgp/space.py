@@ -260,13 +260,6 @@ def held_rows(factor: Factor) -> Tensor:
     return factor.own if isinstance(factor, ShardedRows) else factor
 
 
-def leading(factor: Factor, columns: int) -> Factor:
-    """Return the first columns of F."""
-    if isinstance(factor, ShardedRows):
-        return ShardedRows(factor.own[:, :columns], factor.n, factor.shards)
-    return factor[..., :columns]
-
-
 def whole(factor: Factor) -> Tensor:
     """Gather all rows of F on every rank, n r numbers."""
     return space_of(factor).whole(held_rows(factor))
