@@ -31,7 +31,6 @@ UNCERTAIN = ("lcm", "spectral-mixture")  # whose entries are not known to float6
 def by_bound(model: Any, rank: int = RANK) -> tuple[Tensor, Bound]:
     """The marginal log likelihood from below, and the bound."""
     bound = Bound()
-    bound.begin()
     sketchgp.accelerate(model, sketchgp.RPCholesky(rank=rank)).train()
     mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
     with torch.no_grad(), model._sketchgp.by(bound):

@@ -38,7 +38,6 @@ class LogDensity:
 
     :cvar always: whether it is used for few rows, too, which GPyTorch otherwise factorizes.
     :cvar exact: whether values are exact up to rounding.
-    :ivar gap: nats between the two ends of bounds since :meth:`begin`; None where there are none.
     :ivar values: the loss by each probe since :meth:`begin`, ``(s,)`` float64 for every log determinant.
     :ivar cache: its own cache of preconditioners; None where it uses the model's.
     :ivar solutions: solutions of the latest evaluation, for solves to start from; None where there are none.
@@ -46,7 +45,6 @@ class LogDensity:
 
     always: ClassVar[bool] = True
     exact: ClassVar[bool] = False
-    gap: float | None = None
     values: tuple[Tensor, ...] = ()
     cache: PreconditionerCache | None = None
     solutions: Solutions | None = None
@@ -60,8 +58,8 @@ class LogDensity:
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Forget ``gap`` and ``values`` before the next evaluation."""
-        self.gap, self.values = None, ()
+        """Forget ``values`` before the next evaluation."""
+        self.values = ()
 
 
 def bilinear_derivative(operator: Any, left: Tensor, right: Tensor) -> tuple[Tensor | None, ...]:

@@ -51,9 +51,11 @@ class Bound(LogDensity):
     P is the model's preconditioner, where it is made of pivots and ``F F^T <= K``.
 
     :param limit: the largest gap of a log determinant, in nats, that a solve is worth.
-    :ivar gap: nats between the two ends of the log densities since :meth:`begin`; None where there were none, NaN where
-        nothing is certain, infinite where P is none of these or the limit is exceeded.
+    :ivar gap: nats between the two ends of all log densities so far; None where there were none, NaN where nothing is
+        certain, infinite where P is none of these or the limit is exceeded.
     """
+
+    gap: float | None = None
 
     def __init__(self, limit: float = math.inf) -> None:
         self.limit = limit
@@ -64,33 +66,31 @@ class Bound(LogDensity):
         batch = torch.broadcast_shapes(columns.shape[:-2], operator.batch_shape)
         b = columns.to(torch.float64).expand(*batch, *columns.shape[-2:])
         ends = self._ends(operator, b)
-        if ends is None:
+        if isinstance(ends, float):
+            self.gap = ends
             return b.sum(dim=-2) * math.nan, b.sum(dim=(-1, -2)) * math.nan
-        (low, high), (least, most) = ends
+        low, high, least, most = ends
         self.gap = (self.gap or 0.0) + 0.5 * float((high - low).sum() + (most - least).sum())
         return high, most
 
-    def _ends(self, operator: Any, b: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-        """Return both ends of the forms and of the log determinant; None, with the gap set, where there are none."""
-        acceleration, noise, before = operator.acceleration, operator.noise, self.gap
-        self.gap = math.inf
+    def _ends(self, operator: Any, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | float:
+        """Return both ends of the forms and both of the log determinant, or the gap that tells why there are none."""
+        acceleration, noise = operator.acceleration, operator.noise
         if self._preconditioner(acceleration, operator.kernel_matrix, noise) is None:
-            return None
+            return math.inf
         kernel = evaluated_accurately(operator.kernel_matrix)
         found = self._preconditioner(acceleration, kernel, noise)
         if found is None:
-            return None
+            return math.inf
         built, excess = found
         accurate = operator.rebuilt(kernel, DiagLinearOperator(noise.to(kernel.dtype))).system()
         certificate = Certificate(accurate, built, below=True)
         if not (certificate.known and _semidefinite(kernel)):
-            self.gap = math.nan
-            return None
-        self.gap = before
+            return math.nan
         w, r = self._solve(operator, built, b, float(excess.sum()) / 2 / b[..., 0, :].numel())
         _, low, high = certificate.bounds(b, w, r)
         determinant, rounded = built.log_determinant(), -accurate.n * certificate.slack.squeeze(-1).log()
-        return (low, high), (determinant - rounded, determinant + excess + rounded)
+        return low, high, determinant - rounded, determinant + excess + rounded
 
     def _preconditioner(
         self, acceleration: Any, kernel: Any, noise: Tensor
@@ -110,9 +110,9 @@ class Bound(LogDensity):
         system, solver = operator.system(), operator.acceleration.column_gradients()
         target, norm = max(_TIGHT * system.n, _NEGLIGIBLE * nats), float(b.norm(dim=-2).max())
         tol = math.sqrt(target * float(system.noise.min())) / norm if norm > 0 else 1.0
+        goal = SampleGoal(b.new_ones(()), b.new_zeros(1), share=math.inf)  # the residual alone says when to end
         value: Tensor | None = None
         for _ in range(_TRIES):
-            goal = SampleGoal(b.new_ones(()), b.new_zeros(1), share=math.inf)  # the residual alone says when to end
             value, product, report = dataclasses.replace(solver, tol=min(0.5, max(1e-14, 3 * tol))).explain(
                 system,
                 b,

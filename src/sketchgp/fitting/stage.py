@@ -164,7 +164,8 @@ class Stage:
             return (value, value) if math.isfinite(value) else None
         if self.kind != "probes" or acceleration is None or not acceleration.preconditions():
             return None
-        for candidate in (base, exact_objective(base.model, base.mll)):
+        for accurate in (False, True):
+            candidate = exact_objective(base.model, base.mll) if accurate else base
             bound = Bound(_WIDEST * base.rows)
             with shortfall_counted():
                 value = candidate.by(bound).evaluate(gradient=False).value
