@@ -16,6 +16,7 @@ from ..density import LogDensity
 from ..devices import one_thread
 from ..errors import NumericalError
 from ..models.accelerated.acceleration import ATTRIBUTE, Acceleration
+from ..preconditioners import PreconditionerCache
 from ..report import own_solves
 from .record import Evaluation, Evaluations, flat, parts
 
@@ -47,6 +48,12 @@ class Objective:
     def by(self, density: LogDensity) -> Objective:
         """Return the losses of the same model by another density."""
         return Objective(self.model, self.mll, density)
+
+    @property
+    def cache(self) -> PreconditionerCache | None:
+        """The cache of the preconditioners that losses take: the density's own, or the model's."""
+        own = None if self.density is None else self.density.cache
+        return own if own is not None or self.acceleration is None else self.acceleration.cache
 
     @property
     def exact(self) -> bool:

@@ -20,8 +20,8 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..density import LogDensity
 from ..fingerprint import add_tensors, structure_mark, tensor_mark, text_mark
+from ..preconditioners import PreconditionerCache
 from ..solvers.loop import Checkpoint
 
 
@@ -54,13 +54,11 @@ class Evaluations:
     """The evaluations of one objective of a fit.
 
     :param record: the record of the fit.
-    :param cache: the model's cache of preconditioners, or None.
-    :param density: the density of its evaluations, which may have a cache of its own.
+    :param cache: of the preconditioners of its evaluations, or None.
     """
 
-    def __init__(self, record: Record, cache: Any, density: LogDensity | None) -> None:
-        self.record = record
-        self.cache = cache if density is None or density.cache is None else density.cache
+    def __init__(self, record: Record, cache: PreconditionerCache | None) -> None:
+        self.record, self.cache = record, cache
         self.kept = list[tuple[Tensor, Tensor, Evaluation]]()  # each with its point and its gradient
         self.chosen, self.next = -1, 0  # the evaluation that chose pivots last, and the one to come
 
@@ -148,12 +146,12 @@ class Record:
         if self.checkpoint is not None and self.checkpoint.exists():
             self._load(self.checkpoint)
 
-    def evaluations(self, cache: Any, density: LogDensity | None = None) -> Evaluations | None:
+    def evaluations(self, cache: PreconditionerCache | None) -> Evaluations | None:
         """Return the evaluations of the next objective, in their order; None without a file."""
         if self.checkpoint is None:
             return None
         name = str(len(self._stages))
-        self._stages[name] = stage = Evaluations(self, cache, density)
+        self._stages[name] = stage = Evaluations(self, cache)
         if name in self._kept:
             stage.restore(self._kept[name])
         return stage

@@ -326,10 +326,8 @@ class Fit:
                 self._judge_end(stage)
         if stage.history.reason == STOPPED and not stage.full:
             raise _Stopped
-        if not stage.full and stage.base.acceleration is not None:
-            stage.base.acceleration.cache.release()  # the record knows it
-            if stage.objective.density is not None and stage.objective.density.cache is not None:
-                stage.objective.density.cache.release()
+        if not stage.full and (cache := stage.objective.cache) is not None:
+            cache.release()  # the record knows it
         if stage.several and not stage.full:
             return self._other_starts(stage.base.mll, stage) or stage
         return stage
@@ -353,13 +351,10 @@ class Fit:
 
     def _steps(self, stage: Stage, bar: Any) -> Steps:
         """Return the steps of the next run, which begins near a minimum where the inverse Hessian is known."""
-        history, acceleration = stage.history, stage.base.acceleration
         steps = Steps(stage, bar, self.callback, self.record.began)
-        steps.longest = stage.longest
-        if history.optimizer == "lbfgs" and stage.kind == "probes":
+        if stage.history.optimizer == "lbfgs" and stage.kind == "probes":
             steps.dearest = dearest(stage.base, self.choices.objective)
-        cache = None if acceleration is None else acceleration.cache
-        stage.objective.evaluations = self.record.evaluations(cache, stage.objective.density)
+        stage.objective.evaluations = self.record.evaluations(stage.objective.cache)
         return steps
 
     @contextmanager

@@ -109,13 +109,13 @@ class Stage:
 
     def renew_neighbors(self) -> bool:
         """Choose neighbours anew where the latest run has moved away from those it had; return whether it has."""
-        history, density, steps = self.history, self.objective.density, self.steps
-        assert steps is not None
-        if not isinstance(density, Vecchia) or history.reason not in (*ENDED, AGED):
+        history, steps, cache = self.history, self.steps, self.objective.cache
+        if self.longest == math.inf or history.reason not in (*ENDED, AGED):
             return False
-        if self.longest == math.inf or len(history.losses) <= steps.first + 1:  # it has ended where it began
+        assert steps is not None and cache is not None
+        if len(history.losses) <= steps.first + 1:  # it has ended where it began
             return False
-        density.cache.release()
+        cache.release()
         self.begin_anew()
         return True
 

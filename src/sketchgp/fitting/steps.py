@@ -45,7 +45,7 @@ class Steps:
         self.objective, self.history, self.limit, self.tol = stage.objective, stage.history, stage.limit, stage.tol
         self.bar, self.callback, self.began = bar, callback, began
         self.first, self.best = len(self.history.losses), stage.best or self.objective.state()
-        self.dearest = self.longest = math.inf
+        self.longest, self.dearest = stage.longest, math.inf
         span = _SPAN.get(self.history.objective, _ESTIMATED)
         self._span = span if stage.inverse_hessian is None else min(span, _NEAR)
         self._probes: list[tuple[Tensor, ...]] = []  # of each step
