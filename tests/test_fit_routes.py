@@ -173,6 +173,15 @@ def test_the_look_at_a_model_leaves_its_running_means(monkeypatch):
     assert not model.norm.running_mean.any() and int(model.norm.num_batches_tracked) == 0
 
 
+def test_neighbours_are_not_renewed_after_the_last_step(monkeypatch):
+    for name, limit in LOWER.items():
+        monkeypatch.setattr(f"sketchgp.fitting.{name}", limit)
+    monkeypatch.setattr("sketchgp.preconditioners.automatic._ROWS", 900)
+    history = sketchgp.fit(build(910, CG), iterations=4, num_probes=2, tol=0).subset
+    assert history is not None and history.objective == "vecchia"
+    assert (len(history.losses), history.restarts) == (4, [])
+
+
 def test_neighbours_follow_the_lengthscales(monkeypatch):
     """Those chosen at the end of a fit to few rows are not those of its own end."""
     for name, limit in LOWER.items():

@@ -51,8 +51,8 @@ class FitHistory(Shown):
     :ivar rows: number of rows.
     :ivar subset: the history of the fit that this one started from, to a random subset or by Vecchia's approximation,
         which may have one of its own; None where it started from the model's parameters.
-    :ivar restarts: steps at which the optimiser began anew: with another function (new neighbours, or the exact loss
-        instead of probes), or at the lower end of a fit from another start.
+    :ivar restarts: steps at which the optimiser began anew: with another function (new neighbours, float64 products,
+        or the exact loss instead of probes), or at the lower end of a fit from another start.
     :ivar notes: what was decided on the way.  A note that begins with "not sure" doubts that there is no lower loss:
         only one of the starts came to this one.
     :ivar bracket: two numbers between which the exact loss at the final parameters certainly is, by one more solve,

@@ -89,12 +89,12 @@ class Steps:
             history.reason = LOST
         elif evaluation.products > self.dearest:
             history.reason = DEAR
-        elif len(history.losses) - self.first >= self.longest:
-            history.reason = AGED
         elif self._settled():
             history.reason = SETTLED
         elif len(history.losses) >= self.limit:
             history.reason = "ran all iterations before the loss had settled"
+        elif len(history.losses) - self.first >= self.longest:
+            history.reason = AGED
         else:
             return False
         return True
