@@ -72,6 +72,14 @@ class Field(gpytorch.models.ExactGP):
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
+def with_found(model: Field, found: dict[str, Any]) -> Field:
+    """The model with hyperparameters that a fit has found."""
+    model.covar_module.base_kernel.lengthscale = torch.tensor(found["lengthscales"])
+    model.covar_module.outputscale, model.likelihood.noise = found["outputscale"], found["noise"]
+    model.mean_module.initialize(constant=found["mean"])
+    return model
+
+
 class Places:
     """Given and held-out ones, float32, standardised by the given ones.
 
@@ -130,10 +138,7 @@ def inside(places: Places, nu: float, sizes: dict[str, Any], everything: bool, f
     hidden = torch.as_tensor(order[: min(INSIDE, len(order) // 10)])
     chosen = rows_of(places, sizes, everything)
     chosen = chosen[~torch.isin(chosen, hidden)]
-    model = Field(places.x[chosen], places.y[chosen], nu)
-    model.covar_module.base_kernel.lengthscale = torch.tensor(found["lengthscales"])
-    model.covar_module.outputscale, model.likelihood.noise = found["outputscale"], found["noise"]
-    model.mean_module.initialize(constant=found["mean"])
+    model = with_found(Field(places.x[chosen], places.y[chosen], nu), found)
     began = time.perf_counter()
     sketchgp.accelerate(model, variance="low_rank")
     predicted = sketchgp.predict(model, places.x[hidden], progress=False)
@@ -207,17 +212,14 @@ def by_gpboost(places: Places, nu: float) -> dict[str, Any]:
     predict_seconds = time.perf_counter() - began
     noise, outputscale, *lengthscales = map(float, np.asarray(rival.get_cov_pars()).reshape(-1))
     mean = float(np.asarray(rival.get_coef()).reshape(-1)[0])
-    model = Field(places.x, places.y, nu)
-    model.covar_module.base_kernel.lengthscale = torch.tensor(lengthscales)
-    model.covar_module.outputscale, model.likelihood.noise = outputscale, noise
-    model.mean_module.initialize(constant=mean)
+    found = {"lengthscales": lengthscales, "outputscale": outputscale, "noise": noise, "mean": mean}
+    model = with_found(Field(places.x, places.y, nu), found)
     history = sketchgp.fit(sketchgp.accelerate(model), start="model", objective="probes", iterations=1, progress=False)
     return {
         "rows": len(y), "test": len(test_x), "version": gpboost.__version__, "fit_seconds": fit_seconds,
         "fit_cpu_seconds": fit_cpu, "predict_seconds": predict_seconds, "own_loss":
         float(rival.get_current_neg_log_likelihood()) / len(y), "loss": history.losses[0],
-        "loss_error": history.standard_errors[0], "lengthscales": lengthscales, "outputscale": outputscale,
-        "noise": noise, "mean": mean,
+        "loss_error": history.standard_errors[0], **found,
         **field_scores(*(torch.as_tensor(predicted[part]) for part in ("mu", "var")), places.test_y, places.scale),
     }  # fmt: skip
 
