@@ -51,12 +51,11 @@ def counts(owner: str, name: str, value: Any, *, least: int = 1) -> tuple[int, .
     return tuple(count(owner, name, one, least=least) for one in _sequence(owner, name, value, "integers"))
 
 
-def seed(owner: str, name: str, value: Any, *, least: int = -(2**63)) -> int:
-    """An integer that seeds a ``torch.Generator``, from ``least`` to below 2^63."""
+def seed(owner: str, name: str, value: Any) -> int:
+    """An integer that seeds a ``torch.Generator``, from -2^63 to below 2^63."""
     found = _integer(value)
-    kind = "an integer of at least 0" if least == 0 else "an integer below 2^63"
-    right = found is not None and least <= found < 2**63
-    return int(_accept(owner, name, value, found, right, kind, False))
+    right = found is not None and -(2**63) <= found < 2**63
+    return int(_accept(owner, name, value, found, right, "an integer below 2^63", False))
 
 
 def number(
@@ -99,9 +98,10 @@ def number(
     return _accept(owner, name, value, plain, right, kind, optional)
 
 
-def numbers(owner: str, name: str, value: Any) -> tuple[float, ...]:
-    """A sequence of real numbers."""
-    return tuple(number(owner, f"{name}[{i}]", one) for i, one in enumerate(_sequence(owner, name, value, "numbers")))
+def numbers(owner: str, name: str, value: Any, **options: Any) -> list[float]:
+    """A sequence of real numbers; :param options: of :func:`number`."""
+    given = enumerate(_sequence(owner, name, value, "numbers"))
+    return [number(owner, f"{name}[{i}]", one, **options) for i, one in given]
 
 
 def _sequence(owner: str, name: str, value: Any, kind: str) -> Any:
@@ -139,9 +139,9 @@ def path(owner: str, name: str, value: Any, *, optional: bool = False) -> Any:
     return _accept(owner, name, value, value, right, "a path", optional)
 
 
-def function(owner: str, name: str, value: Any, *, optional: bool = True) -> Any:
-    """Something to call."""
-    return _accept(owner, name, value, value, callable(value), "a function", optional)
+def function(owner: str, name: str, value: Any) -> Any:
+    """Something to call, or None."""
+    return _accept(owner, name, value, value, callable(value), "a function", optional=True)
 
 
 def _accept(owner: str, name: str, value: Any, found: Any, right: bool, kind: str, optional: bool) -> Any:
@@ -278,11 +278,10 @@ def inputs(owner: str, name: str, value: Any) -> Tensor:
 
 def labels(owner: str, name: str, value: Any) -> Tensor:
     """A tensor of integers, at least one."""
-    right = torch.is_tensor(value) and value.layout == torch.strided
-    if not right or value.is_floating_point() or value.is_complex() or value.is_quantized:
-        if right:
-            raise InputError(f"{owner}: {name} expects a tensor of integers, got {value.dtype}.")
+    if not torch.is_tensor(value) or value.layout != torch.strided:
         raise refusal(owner, name, "a tensor of integers", value)
+    if value.is_floating_point() or value.is_complex() or value.is_quantized:
+        raise InputError(f"{owner}: {name} expects a tensor of integers, got {value.dtype}.")
     if not value.numel():
         raise InputError(f"{owner}: {name} expects at least one label, got none.")
     return value
@@ -326,14 +325,12 @@ def like(owner: str, name: str, value: Any, shape: Sequence[int], device: torch.
     return value
 
 
-def pair(
-    owner: str, value: Any, points: Any, columns: Sequence[int], *, optional: bool = True
-) -> tuple[Tensor, Tensor] | None:
-    """Points ``(p, d)`` like ``points`` and their targets ``(p, *columns)``, as a pair."""
-    if value is None and optional:
+def pair(owner: str, value: Any, points: Any, columns: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+    """Points ``(p, d)`` like ``points`` and their targets ``(p, *columns)``, as a pair; or None."""
+    if value is None:
         return None
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise refusal(owner, "held_out", "a pair of points and targets", value, optional)
+        raise refusal(owner, "held_out", "a pair of points and targets", value, optional=True)
     x = tensor(owner, "held_out points", value[0], (2,))
     y = tensor(owner, "held_out targets", value[1], (1, 2))
     if x.shape[1] != points.shape[1] or x.dtype != points.dtype or x.device != points.device:

@@ -138,12 +138,10 @@ def noise_path(
 
 
 def _grid(owner: str, noises: Any) -> list[float]:
-    if torch.is_tensor(noises) and noises.dim() == 1:
-        noises = noises.tolist()
-    grid = checks.numbers(owner, "noises", noises)
+    grid = checks.numbers(owner, "noises", noises, above=0, finite=True)
     if not grid:
         raise InputError(f"{owner}: noises expects at least one, got none.")
-    return [checks.number(owner, f"noises[{i}]", one, above=0, finite=True) for i, one in enumerate(grid)]
+    return grid
 
 
 def _result(points: list[AtNoise], exact: bool) -> NoisePath:
