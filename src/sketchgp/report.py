@@ -43,9 +43,6 @@ class Reason(str, Enum):
     def __str__(self) -> str:
         return str(self.value)
 
-    def __format__(self, spec: str) -> str:
-        return format(str(self.value), spec)
-
     @property
     def final(self) -> bool:
         """True where a larger budget changes nothing."""
