@@ -33,7 +33,7 @@ def by_bound(model: Any, rank: int = RANK) -> tuple[Tensor, Bound]:
     bound = Bound()
     sketchgp.accelerate(model, sketchgp.RPCholesky(rank=rank)).train()
     mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
-    with torch.no_grad(), model._sketchgp.by(bound):
+    with torch.no_grad(), model._sketchgp.having(density=bound):
         value = mll(model(*model.train_inputs), model.train_targets, *model.train_inputs)
     return value, bound
 
@@ -107,7 +107,7 @@ def test_missing_targets_are_left_out_of_the_bound() -> None:
             exact = float(marginal(sketchgp.accelerate(model), mll)[0])
         sketchgp.accelerate(model, sketchgp.RPCholesky(rank=RANK))
         bound = Bound()
-        with torch.no_grad(), model._sketchgp.by(bound):
+        with torch.no_grad(), model._sketchgp.having(density=bound):
             lower = float(mll(model.likelihood, model)(model(*model.train_inputs), model.train_targets))
     assert bound.gap is not None
     assert lower <= exact <= lower + bound.gap / N
@@ -150,7 +150,7 @@ def exact_loss(model: Any) -> float:
 
 
 def marginal_exactly(model: Any) -> Tensor:
-    with torch.no_grad(), model._sketchgp.by(Exact()):
+    with torch.no_grad(), model._sketchgp.having(density=Exact()):
         mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
         return mll(model(*model.train_inputs), model.train_targets)
 

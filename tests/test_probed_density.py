@@ -47,7 +47,7 @@ def test_the_gradient_is_the_derivative_of_the_value(name: str, preconditioner: 
     """By differences of values with the same probes and pivots, along a random direction."""
     model = accelerated(name, preconditioner)
     acceleration = model._sketchgp
-    with iterative(tol=1e-8), acceleration.fixed_probes(0, 7), acceleration.cache.holding():
+    with iterative(tol=1e-8), acceleration.having(probe_seed=0, probe_count=7), acceleration.cache.holding():
         loss(model).backward()
         gradient = torch.cat(
             [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()]
@@ -146,7 +146,7 @@ def test_lanczos_vectors_stay_within_the_memory_budget() -> None:
         with (
             iterative(tol=1e-6),
             sketchgp.settings.memory_budget(budget),
-            model._sketchgp.fixed_probes(0, 5),
+            model._sketchgp.having(probe_seed=0, probe_count=5),
             sketchgp.record_solves() as solves,
         ):
             model.zero_grad()
@@ -173,7 +173,7 @@ def test_the_standard_error_is_that_of_the_probes() -> None:
     with iterative(tol=1e-3):
         for seed in range(20):
             probes = Probes(watched=True)
-            with model._sketchgp.fixed_probes(seed, 5), model._sketchgp.by(probes):
+            with model._sketchgp.having(probe_seed=seed, probe_count=5, density=probes):
                 value = loss(model)
                 value.backward()
             deviations.append(float(value.detach()) - exact)
@@ -184,7 +184,7 @@ def test_the_standard_error_is_that_of_the_probes() -> None:
 def test_a_single_probe_knows_nothing_of_its_error() -> None:
     model = accelerated("scale-rbf-ard", sketchgp.RPCholesky(rank=4))
     probes = Probes(watched=True)
-    with iterative(tol=1e-4), model._sketchgp.fixed_probes(0, 1), model._sketchgp.by(probes):
+    with iterative(tol=1e-4), model._sketchgp.having(probe_seed=0, probe_count=1, density=probes):
         loss(model).backward()
     assert standard_error(probes.values) == math.inf
     assert standard_error([]) == 0
@@ -195,7 +195,7 @@ def test_float32() -> None:
     twin = accelerated("scale-rbf-ard", "auto")
     found = []
     for one in (model, twin):
-        with gpytorch.settings.max_cholesky_size(20), one._sketchgp.fixed_probes(0, 20):
+        with gpytorch.settings.max_cholesky_size(20), one._sketchgp.having(probe_seed=0, probe_count=20):
             loss(one).backward()
         found.append(torch.cat([p.grad.double().flatten() for p in one.parameters()]))
     assert float((found[0] - found[1]).norm() / found[1].norm()) < 2e-3

@@ -106,7 +106,7 @@ class Objective:
             by = (
                 nullcontext()
                 if self.density is None or self.acceleration is None
-                else self.acceleration.by(self.density)
+                else self.acceleration.having(density=self.density)
             )
             with torch.inference_mode(False), torch.set_grad_enabled(gradient), by:
                 output, seen = self.model(*self.model.train_inputs), self.model.train_inputs

@@ -140,7 +140,7 @@ def exact_objective(model: Any, mll: Any) -> Objective:
         return given
     try:
         twin = _in_float64(mll)
-        with torch.no_grad(), twin.model.__dict__[ATTRIBUTE].by(Exact()):
+        with torch.no_grad(), twin.model.__dict__[ATTRIBUTE].having(density=Exact()):
             _ = twin.model(*twin.model.train_inputs).variance  # fails unless all of it is in float64 now
     except (RuntimeError, TypeError):
         return given

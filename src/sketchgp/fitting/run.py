@@ -365,7 +365,7 @@ class Fit:
             yield
             return
         held = acceleration.cache.holding() if stage.history.optimizer == "lbfgs" else nullcontext()
-        with acceleration.fixed_probes(self.choices.seed, self.choices.num_probes), held:
+        with acceleration.having(probe_seed=self.choices.seed, probe_count=self.choices.num_probes), held:
             yield
         density = stage.objective.density
         acceleration.solutions = None if density is None else density.solutions

@@ -149,7 +149,7 @@ class Stage:
         if history.best_step == 0:  # no step has followed the errors of its probes
             return history.losses[0], history.standard_errors[0]
         acceleration.cache.clear()  # for pivots of these parameters, whatever the fit was begun with
-        with acceleration.fixed_probes(seed + _OTHERS, count):
+        with acceleration.having(probe_seed=seed + _OTHERS, probe_count=count):
             result = self.base.by(Probes(watched=True)).evaluate()
         return (result.value, standard_error(result.probes)) if result.probes and math.isfinite(result.value) else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ class Acceleration:
     :ivar probe_seed: seed of fixed probe vectors for the log determinant, or None for fresh ones each time.
     :ivar probe_count: how many there are of them, or None for GPyTorch's ``num_trace_samples``.
     :ivar doubled: whether log determinants are by float64 products, as float32 has been found to lose one.
-    :ivar density: how log densities are computed; :meth:`by` sets it.
+    :ivar density: how log densities are computed; a fit sets it by :meth:`having`.
     :ivar solutions: solutions of the last evaluation of a fit by samples.
     """
 
@@ -68,8 +68,8 @@ class Acceleration:
         return type(self), tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.init)
 
     @contextmanager
-    def _with(self, **values: Any) -> Iterator[None]:
-        """Have other values of some attributes inside the block."""
+    def having(self, **values: Any) -> Iterator[None]:
+        """Have other values of some attributes inside the block, such as another density."""
         before = {name: getattr(self, name) for name in values}
         self.__dict__.update(values)
         try:
@@ -77,20 +77,12 @@ class Acceleration:
         finally:
             self.__dict__.update(before)
 
-    def by(self, density: LogDensity) -> AbstractContextManager[None]:
-        """Compute log densities of the model by another density inside the block."""
-        return self._with(density=density)
-
     def probe_choice(self) -> tuple[int | None, int]:
         """Return the seed of fixed probes, or None for fresh ones, and their number."""
         seed = self.probe_seed
         if seed is None and settings.deterministic_probes.on():
             seed = 0
         return seed, self.probe_count or settings.num_trace_samples.value()
-
-    def fixed_probes(self, seed: int, count: int) -> AbstractContextManager[None]:
-        """Estimate all log determinants inside the block with the same ``count`` probe vectors."""
-        return self._with(probe_seed=seed, probe_count=count)
 
     def solver_for(
         self, purpose: Purpose, n: int, device: torch.device, evaluation: bool = True
@@ -203,14 +195,13 @@ def _solve_from(solver: Any, system: System, rhs: Tensor, before: Tensor | None)
     together.
     """
     warm = isinstance(solver, BlockSolver) and solver.checkpoint is None and not Space.of(system.n).shared
-    if not warm or before is None or before.shape != rhs.shape or before.device != rhs.device:
-        return solve_system(solver, system, rhs)
-    residual = rhs.to(torch.float64) - system.accurate_product(before)
-    if not bool((residual.norm(dim=0) < rhs.norm(dim=0)).all()):
-        return solve_system(solver, system, rhs)
-    value, report, _ = solver.run(system, rhs, initial=before)
-    report.notes.append("began with the solution that a fit has left")
-    return value, report
+    if warm and before is not None and before.shape == rhs.shape and before.device == rhs.device:
+        residual = rhs.to(torch.float64) - system.accurate_product(before)
+        if bool((residual.norm(dim=0) < rhs.norm(dim=0)).all()):
+            value, report, _ = solver.run(system, rhs, initial=before)
+            report.notes.append("began with the solution that a fit has left")
+            return value, report
+    return solve_system(solver, system, rhs)
 
 
 def marked_choices(covariance: Any) -> Acceleration | None:
