@@ -66,12 +66,9 @@ class _Statistics(torch.autograd.Function):
         wanted = [t.detach().requires_grad_(need) for t, need in zip(inputs, needed, strict=True)]
         z, *parameters = wanted
         centre = Centre(z)
-        live = [i for i, t in enumerate(wanted) if t.requires_grad]
-        grads: list[Tensor | None] = [None] * len(wanted)
+        grads = {t: torch.zeros_like(t) for t in wanted if t.requires_grad}
         shards = ctx.shards if ctx.shards is not None and ctx.shards.open else None
         held = slice(0, len(x)) if shards is None else shards.span(len(x))
-        for i in () if shards is None else live:
-            grads[i] = torch.zeros_like(wanted[i])
         for span in spans(held.stop, max(16, _ENTRIES // len(root)), held.start):
             with torch.enable_grad():
                 tensors = [x[span].to(z.dtype), z, *parameters]
@@ -83,16 +80,15 @@ class _Statistics(torch.autograd.Function):
             grad_residual[span] = projected * precision[span, None]
             grad_half = (both @ half + grad_c @ residual[span].mT) * precision[span]
             grad_tile = torch.linalg.solve_triangular(root.mT, grad_half, upper=True).mT
-            if live and tile.requires_grad:
-                of_tile = torch.autograd.grad(tile, [wanted[i] for i in live], grad_tile, allow_unused=True)
-                for i, grad in zip(live, of_tile, strict=True):
-                    if grad is not None:
-                        known = grads[i]
-                        grads[i] = grad if known is None else known + grad
+            if tile.requires_grad:
+                of_tile = torch.autograd.grad(tile, list(grads), grad_tile, materialize_grads=True)
+                for total, grad in zip(grads.values(), of_tile, strict=True):
+                    total += grad
+        of_inputs = tuple(map(grads.get, wanted))
         if shards is not None:
             grad_precision = shards.gather(grad_precision[held], len(x), dim=-1)
-            grad_residual, grads = shards.gather(grad_residual[held], len(x)), list(summed(shards, tuple(grads)))
-        return (None, None, None, grad_root, grad_precision, grad_residual, *grads)
+            grad_residual, of_inputs = shards.gather(grad_residual[held], len(x)), summed(shards, of_inputs)
+        return (None, None, None, grad_root, grad_precision, grad_residual, *of_inputs)
 
 
 class Collapsed:
