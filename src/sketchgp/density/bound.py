@@ -76,9 +76,9 @@ class Bound(LogDensity):
     def _ends(self, operator: Any, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | float:
         """Return both ends of the forms and both of the log determinant, or the gap that tells why there are none."""
         acceleration, noise = operator.acceleration, operator.noise
-        if self._preconditioner(acceleration, operator.kernel_matrix, noise) is None:
+        if self._preconditioner(acceleration, operator.latent, noise) is None:
             return math.inf
-        kernel = evaluated_accurately(operator.kernel_matrix)
+        kernel = evaluated_accurately(operator.latent)
         found = self._preconditioner(acceleration, kernel, noise)
         if found is None:
             return math.inf

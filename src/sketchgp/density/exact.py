@@ -28,7 +28,7 @@ class Exact(LogDensity):
 
         :raises NumericalError: where A is not positive definite in float64.
         """
-        matrix, noise = float64(operator.kernel_matrix), operator.noise.to(torch.float64)
+        matrix, noise = float64(operator.latent), operator.noise.to(torch.float64)
         batch = torch.broadcast_shapes(matrix.shape[:-2], noise.shape[:-1])
         matrix, noise = matrix.expand(*batch, -1, -1), noise.expand(*batch, -1)
         return _InvQuadLogdet.apply(matrix, noise, columns.to(torch.float64))

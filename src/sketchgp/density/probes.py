@@ -77,12 +77,12 @@ class Probes(LogDensity):
                 f"one more dimension, got {tuple(columns.shape)}."
             )
         acceleration, noise = operator.acceleration, operator.noise
-        built = acceleration.build(operator.kernel_matrix, noise, torch.is_grad_enabled())
+        built = acceleration.build(operator.latent, noise, torch.is_grad_enabled())
         normals = _normals(operator, built)
         if not acceleration.doubled:
             with contextlib.suppress(LostToRoundingError):
                 return self._estimate(operator, built, normals, columns)
-        accurate = evaluated_accurately(operator.kernel_matrix, engine="auto")
+        accurate = evaluated_accurately(operator.latent, engine="auto")
         acceleration.doubled = accurate.dtype != operator.dtype
         if acceleration.doubled:
             doubled = operator.rebuilt(accurate, DiagLinearOperator(noise.to(accurate.dtype)))

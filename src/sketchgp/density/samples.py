@@ -59,7 +59,7 @@ class Samples(LogDensity):
         """
         if isinstance(solver, str | ConjugateGradients | Cholesky):
             return False
-        matrix = getattr(covariance, "kernel_matrix", None)
+        matrix = getattr(covariance, "latent", None)
         if not isinstance(matrix, KernelMatrix) or not matrix.same or covariance.batch_shape:
             return False
         return matrix.x1.dim() == 2 and recognise(matrix.kernel, waves=True) is not None

@@ -32,7 +32,7 @@ class Vecchia(LogDensity):
     def inv_quad_logdet(self, operator: Any, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``r^T P^-1 r`` of each column and ``log det P``, float64; see :class:`LogDensity`."""
         with self.cache.holding():
-            built: Any = self.cache.get(operator.kernel_matrix, operator.noise, torch.is_grad_enabled())
+            built: Any = self.cache.get(operator.latent, operator.noise, torch.is_grad_enabled())
         return _InvQuadLogdet.apply(built, columns.to(torch.float64), *built.tensors)
 
 

@@ -250,8 +250,8 @@ class NoisyCovariance(AddedDiagLinearOperator):
     """
 
     @property
-    def latent(self) -> LinearOperator:
-        """The covariance without the noise."""
+    def latent(self) -> Any:
+        """The covariance without the noise, a linear operator ``(..., m, m)``."""
         return self._linear_op
 
     @property

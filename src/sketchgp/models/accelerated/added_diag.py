@@ -107,11 +107,6 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         """Return an operator with the same choices for another kernel matrix and diagonal."""
         return self.__class__(kernel_matrix, diagonal, acceleration=self.acceleration, evaluation=self.evaluation)
 
-    @property
-    def kernel_matrix(self) -> Any:
-        """K, a linear operator ``(..., n, n)``."""
-        return self._linear_op
-
     def system(self) -> System:
         """Return ``K + noise`` without gradients, for a solver."""
         return System(self._linear_op, self.noise)

@@ -73,7 +73,7 @@ class Conditioned:
         observed = observed_rows(strategy.train_labels)
         noisy, dtype = _noisy(model, observed), model.train_targets.dtype
         exact = isinstance(noisy, AcceleratedAddedDiagLinearOperator) and all(
-            isinstance(part, KernelMatrix) for _, part in terms(noisy.kernel_matrix)
+            isinstance(part, KernelMatrix) for _, part in terms(noisy.latent)
         )
         if not exact and noisy.dtype != torch.float64:
             model = copied(model).double()

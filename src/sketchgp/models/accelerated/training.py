@@ -90,7 +90,7 @@ class Training:
         self.remembered = Remembered() if remembered is None else remembered
         self.ours = isinstance(noisy, AcceleratedAddedDiagLinearOperator)
         self.solver = acceleration.column_solver(evaluation=True)
-        self.matrix: Any = self.noisy.kernel_matrix if self.ours else None
+        self.matrix: Any = self.noisy.latent if self.ours else None
         self.noise: Any = self.noisy.noise if self.ours else None
         self.plain = isinstance(self.matrix, KernelMatrix) and not noisy.batch_shape and self.matrix.x1.dim() == 2
         self.gradients, self._preconditioned = torch.is_grad_enabled(), acceleration.preconditions()
