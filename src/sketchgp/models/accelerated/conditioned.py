@@ -158,12 +158,10 @@ class Conditioned:
         c, prior = matrix.entries(matrix.x1, x), matrix.entries(x, None)
         result = self.training.solve(c, prior)
         variance = prior - result.diagonal(c)
-        if result.certain is None or not self._inputs_as_given:
+        rounding = self._cross_rounding(x)
+        if result.certain is None or rounding is None:
             return variance.clamp(min=0), None
         error, below, above = result.certain
-        rounding = self._cross_rounding(x)
-        if rounding is None:
-            return variance.clamp(min=0), None
         of_rows, of_x = rounding
         of_rows, weights = of_rows.unsqueeze(-1), result.weights.abs()
         noise, roots = self.training.noise.to(torch.float64).unsqueeze(-1), self._roots
@@ -207,11 +205,9 @@ class Conditioned:
         if not isinstance(strategy, AcceleratedPredictionStrategy):
             return None
         means = torch.cat([strategy.train_prior_dist.mean, self.model.prior_at(x).mean])
-        if not self._inputs_as_given or not bool((means == means[:1]).all()):
-            return None
         x = self.inputs(x)
         rounding = self._cross_rounding(x)
-        if rounding is None:
+        if rounding is None or not bool((means == means[:1]).all()):
             return None
         of_rows, of_x = rounding
         weights = strategy.weights if self.observed is None else strategy.weights[self.observed]
@@ -239,8 +235,10 @@ class Conditioned:
     def _cross_rounding(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return errors of the entries of ``k(X, x)`` in float64 by rows ``(n,)`` and columns ``(m,)``.
 
-        See :func:`entry_rounding`; x is as the kernel sees it.
+        See :func:`entry_rounding`; x is as the kernel sees it.  None is returned where it is not known.
         """
+        if not self._inputs_as_given:
+            return None
         matrix = self.training.matrix
         return entry_rounding(matrix.at(matrix.x1, x, centre=matrix.pairs.centre))
 
