@@ -19,7 +19,7 @@ from .inference.pathwise import ErrorPaths, PosteriorDeviations, expansion
 from .models.accelerated.acceleration import ATTRIBUTE
 from .models.accelerated.conditioned import Conditioned, check_inputs
 from .models.accelerated.mixins import plain_class
-from .models.accelerated.posterior import calls_its_own_way, solution_report
+from .models.accelerated.posterior import solution_report
 from .models.accelerated.sample_solve import SampleSolve
 from .models.accelerated.targets import refuse_missing
 from .operators import KernelMatrix
@@ -247,9 +247,7 @@ class FrozenPrior:
 
 
 def _of_accelerated(model: Any, samples: int, seed: int, frequencies: int | None) -> PosteriorSamples:
-    if calls_its_own_way(model):
-        raise InputError(f"{_OWNER}: {_name(model)} has a __call__ of its own, which may compute anything.")
-    training = Conditioned.of(model).training
+    training = Conditioned.of(_OWNER, model).training
     training = training if training is not None and training.ours else None
     batch = () if training is None else tuple(training.noisy.batch_shape)
     several = getattr(model, "num_outputs", 1) > 1 and batch == (model.num_outputs,)

@@ -27,7 +27,7 @@ from .added_diag import AcceleratedAddedDiagLinearOperator
 from .approximate import refuse
 from .posterior import calls_its_own_way, strategy_of
 from .strategy import AcceleratedPredictionStrategy
-from .targets import check_has_data, check_training_data, observed_part, observed_rows
+from .targets import check_has_data, check_training_data, observed_part, observed_rows, observed_targets
 from .training import Training, remembered_by
 
 MEAN_ROWS = 8192  # points whose means, or approximate variances, are computed at once
@@ -55,17 +55,18 @@ class Conditioned:
         self.plain = self.training.plain and model.train_inputs[0].dim() == 2
 
     @classmethod
-    def of(cls, model: Any) -> Conditioned:
+    def of(cls, owner: str, model: Any) -> Conditioned:
         """Return a model with its training data as one linear system, or as GPyTorch's strategy knows it.
 
+        :param owner: name of the function that asks.
         :raises InputError: for a model of one tensor of inputs whose class has a ``__call__`` of its own.
         """
         if len(model.train_inputs) > 1:
             return ByPosterior(model)
         if calls_its_own_way(model):
             raise InputError(
-                f"predict: variance expects None for {type(model).__name__}, whose __call__ may compute anything; use "
-                "model(x).variance."
+                f"{owner}: model expects GPyTorch's __call__; that of {type(model).__name__} may compute anything. Use "
+                "model(x), or predict(model, x, variance=None) for the mean alone."
             )
         strategy = strategy_of(model)
         if isinstance(strategy, _CLOSED):
@@ -307,25 +308,19 @@ class TrainingData:
             no way back.
         """
         check_inputs(owner, model)
-        if calls_its_own_way(model):
-            raise InputError(
-                f"{owner}: model expects a __call__ that is GPyTorch's; {type(model).__name__} has its own."
-            )
         inputs, targets = model.train_inputs[0], model.train_targets
         if inputs.dim() != 2 or targets.dim() != 1:
             raise InputError(
                 f"{owner}: model expects one output and no batch, training inputs (n, d) and targets (n,); got "
                 f"{tuple(inputs.shape)} and {tuple(targets.shape)}. Take one model for each."
             )
-        observed = ~torch.isnan(targets)
         check_training_data(owner, model)
-        if not bool(observed.any()):
-            raise InputError("The targets expect at least one that is not NaN.")
+        observed = observed_targets(targets, targets.shape)
         model.eval()
         with torch.no_grad():
             transforms = Transforms.of(owner, model)
             known, scale = (targets.to(torch.float64), None) if transforms is None else transforms.training()
-            training, rows = Conditioned.of(model).training, int(observed.sum())
+            training, rows = Conditioned.of(owner, model).training, int(observed.sum())
             if training is None or not training.ours or training.noisy.shape != (rows, rows):
                 raise InputError(
                     f"{owner}: model expects a covariance that is solved for; that of {type(model).__name__} is "

@@ -75,7 +75,7 @@ def _predicted(
     certain = None if report is None else report.error_bound
     certain = None if certain is None or certain.numel() != 1 else certain
     if variance is not None or (certain is not None and not calls_its_own_way(model)):
-        conditioned = Conditioned.of(model)
+        conditioned = Conditioned.of("predict", model)
     method = "none"
     if conditioned is not None and variance is not None:
         told = variance_setting.value(model.__dict__[ATTRIBUTE].variance)
