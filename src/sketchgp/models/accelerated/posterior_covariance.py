@@ -126,6 +126,4 @@ def conditioned(prior: LinearOperator, cross: LinearOperator, root: Tensor) -> L
         half = torch.linalg.solve_triangular(root, columns, upper=False)
         half = half.reshape(c.shape[-2], *c.shape[:-2], c.shape[-1]).movedim(0, -2)
         return LazyCovariance(Factorized(prior, half))
-    batch = torch.broadcast_shapes(c.shape[:-2], root.shape[:-2])
-    parts = (part.expand(*batch, *part.shape[-2:]) for part in (root, c))
-    return LazyCovariance(Factorized(prior, torch.linalg.solve_triangular(*parts, upper=False)))
+    return LazyCovariance(Factorized(prior, torch.linalg.solve_triangular(root, c, upper=False)))
