@@ -47,20 +47,18 @@ class ExactMarginalLogLikelihood(gpytorch.mlls.ExactMarginalLogLikelihood):
             return super().forward(function_dist, target, *params, **kwargs)
         output = marginal_of_all(self.likelihood, function_dist, *params, **kwargs)
         observed = observed_targets(target, output.event_shape)
-        if bool(observed.all()):
-            density = self._add_other_terms(output.log_prob(target), params)
-            return density.div_(function_dist.event_shape.numel())
-        covariance = observed_part(output.lazy_covariance_matrix, observed.reshape(-1), acceleration)
-        terms = self.model.added_loss_terms()  # added terms of the covariance that was just evaluated
-        if any(isinstance(term, InducingPointKernelAddedLossTerm) for term in terms):
-            raise InputError(
-                "The bound of an InducingPointKernel has a term for every training input, missing target or not; give "
-                "the model the observed rows by set_train_data."
-            )
-        marginal = accelerated_class(MultivariateNormal, AcceleratedDistribution)(
-            output.mean[..., observed], covariance
-        )
-        density = self._add_other_terms(marginal.log_prob(target[..., observed]), params)
+        if not bool(observed.all()):
+            covariance = observed_part(output.lazy_covariance_matrix, observed.reshape(-1), acceleration)
+            terms = self.model.added_loss_terms()  # added terms of the covariance that was just evaluated
+            if any(isinstance(term, InducingPointKernelAddedLossTerm) for term in terms):
+                raise InputError(
+                    "The bound of an InducingPointKernel has a term for every training input, missing target or not; "
+                    "give the model the observed rows by set_train_data."
+                )
+            marginal = accelerated_class(MultivariateNormal, AcceleratedDistribution)
+            output = marginal(output.mean[..., observed], covariance)
+            target = target[..., observed]
+        density = self._add_other_terms(output.log_prob(target), params)
         return density.div_(function_dist.event_shape.numel())
 
 

@@ -174,13 +174,11 @@ class AcceleratedLikelihood(_Accelerated):
         if not is_accelerated(self):
             return marginal
         covariance = marginal.lazy_covariance_matrix
-        parts = summands(covariance)
-        if isinstance(covariance, AcceleratedAddedDiagLinearOperator):
-            acceleration: Acceleration | None = covariance.acceleration
-        elif type(covariance) in (AddedDiagLinearOperator, NoisyCovariance):
-            acceleration = choices_of(function_dist.lazy_covariance_matrix, self)
-        else:
+        if type(covariance) not in (AddedDiagLinearOperator, NoisyCovariance, AcceleratedAddedDiagLinearOperator):
             return marginal
+        parts = summands(covariance)
+        acceleration = getattr(covariance, "acceleration", None)
+        acceleration = acceleration or choices_of(function_dist.lazy_covariance_matrix, self)
         assert parts is not None and acceleration is not None
         evaluation = not self.training  # type: ignore[attr-defined]
         accelerated = AcceleratedAddedDiagLinearOperator(*parts, acceleration=acceleration, evaluation=evaluation)
