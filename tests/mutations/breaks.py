@@ -718,8 +718,8 @@ BREAKS = (
         "what float32 products say of a variance is believed",
     ),
     Break(
-        "if remembered_by(strategy).key != solution_key(model):",
-        "if remembered_by(strategy).key is None:",
+        "remembered_by(strategy).key != solution_key(model):",
+        "remembered_by(strategy).key is None:",
         ("test_posteriors.py",),
         "the factor of old hyperparameters is used",
     ),

@@ -59,9 +59,7 @@ def drop_stale_strategy(model: Any) -> None:
     """Drop the prediction strategy of other parameters, data or settings, and what kernels have cached with it."""
     with model.__dict__[ATTRIBUTE].lock:
         strategy = model.prediction_strategy
-        if strategy is None:
-            return
-        if remembered_by(strategy).key != solution_key(model):
+        if strategy is not None and remembered_by(strategy).key != solution_key(model):
             clear_cache(model)
             for part in model.modules():
                 take_caches(part)
