@@ -248,7 +248,7 @@ def test_endless_streams_end_when_they_are_told():
 def test_batches_are_smaller_where_memory_is_short(monkeypatch):
     once = dataclasses.replace(SMALL, epochs=1)
     assert gp(once).learn(X, Y).iterations == 1
-    monkeypatch.setattr("sketchgp.solvers.streams.doubly_stochastic.available_memory", lambda device: 2**17)
+    monkeypatch.setattr("sketchgp.solvers.streams.doubly_stochastic.free_memory", lambda device: 2**17)
     assert gp(dataclasses.replace(once, num_features=128)).learn(X, Y).iterations == 2
 
 

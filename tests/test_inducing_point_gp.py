@@ -545,7 +545,7 @@ def test_auto_where_memory_is_short(monkeypatch):
     """The mean is found in memory O(m) then; the variance of DTC says what it needs."""
     monkeypatch.setattr("sketchgp.solvers.automatic._DIRECT", 0)
     for where in ("inducing_point_gp", "solvers.automatic"):
-        monkeypatch.setattr(f"sketchgp.{where}.available_memory", lambda device: 50 * M**2)
+        monkeypatch.setattr(f"sketchgp.{where}.free_memory", lambda device: 50 * M**2)
     model = _model(noise=0.5)[0].eval()
     assert model.solution.report.solver == "NystromPCG"
     assert relative(predict(model, TEST, variance=None).mean, _reference(model, TEST)[0].squeeze(1)) < 0.1
@@ -573,8 +573,9 @@ def test_auto_takes_a_solver_that_fits(shares, monkeypatch):
     model = _model(noise=0.5, columns=3)[0].eval()
     problem = InducingPointProblem(model.covar_module, *_data(columns=3), 0.5, model.inducing_points)
     free = shares * KRILL(sketch_size=2 * M).bytes_needed(problem)
-    for where in ("inducing_point_gp", "solvers.automatic", "solvers.inducing.krill", "memory"):
-        monkeypatch.setattr(f"sketchgp.{where}.available_memory", lambda device: free)
+    for where in ("inducing_point_gp", "solvers.automatic", "solvers.inducing.krill"):
+        monkeypatch.setattr(f"sketchgp.{where}.free_memory", lambda device: free)
+    monkeypatch.setattr("sketchgp.memory.available_memory", lambda device: free)
     assert model.solution.report.solver == ("KRILL" if shares > 2 else "NystromPCG")
 
 

@@ -507,8 +507,8 @@ def test_choices_with_counts_compare():
 
 def test_too_little_memory(monkeypatch):
     def free(count):
-        for module in ("memory", "solvers.inducing.krill"):
-            monkeypatch.setattr(f"sketchgp.{module}.available_memory", lambda device: count)
+        for name in ("memory.available_memory", "solvers.inducing.krill.free_memory"):
+            monkeypatch.setattr(f"sketchgp.{name}", lambda device: count)
 
     many, few = (KRILL(sketch_size=rows).bytes_needed(_problem()) for rows in (sketch_rows(N, M), 2 * M))
     free(2 * many)

@@ -409,7 +409,7 @@ def test_auto_where_memory_is_short(monkeypatch, few_frequencies):
     assert InducingPointGP(points(9), normal(9), GaussianLikelihood(), ZeroMean(), RBFKernel().double(),
                            points(4)).variance == "auto"  # fmt: skip
     free = [55 * M**2]
-    monkeypatch.setattr("sketchgp.inducing_point_gp.available_memory", lambda device: free[0])
+    monkeypatch.setattr("sketchgp.inducing_point_gp.free_memory", lambda device: free[0])
     assert model.variance_method == "dtc"  # once chosen
     short = _model(variance="auto", variance_samples=20)
     assert short.variance_method == "samples"

@@ -19,7 +19,7 @@ from .errors import ConvergenceWarning, InputError, NumericalError, warn
 from .fingerprint import Held, data_key, module_key, tensor_key
 from .inference.collapsed import Collapsed
 from .inference.pathwise import ErrorPaths, expansion
-from .memory import available_memory, in_words, require_memory
+from .memory import in_words, require_memory
 from .models.accelerated.targets import check_training_data
 from .models.inducing_covariance import (
     IndependentOutputs,
@@ -41,7 +41,7 @@ from .operators.lazies import KERNELS
 from .operators.tiles import spans
 from .report import no_answer, own_solves
 from .row_sources import RowSource, whole_or_source, whole_targets
-from .settings import agreed, memory_budget
+from .settings import free_memory, memory_budget
 from .solvers import INDUCING_POINT_SOLVERS, InducingPointProblem, Solution, Solver
 from .solvers.automatic import automatic_inducing_solver
 from .solvers.inducing.problem import InducingPoints, check_points, plain_points
@@ -234,8 +234,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         if self.variance != "auto":
             return self.variance
         if "method" not in self._kept:  # decided once, as the memory that is free differs from call to call
-            free = agreed(available_memory(self._x.device), self._x.device)
-            fits = _STATISTICS_BYTES * len(self.inducing_points) ** 2 <= free
+            fits = _STATISTICS_BYTES * len(self.inducing_points) ** 2 <= free_memory(self._x.device)
             features = recognise(self.covar_module, waves=True) is not None
             self._kept["method"] = "samples" if features and not fits else "dtc"
         return self._kept["method"]

@@ -63,10 +63,10 @@ class memory_budget(_Setting):
         return budget if agreement is None else agreement(budget, not budgets, torch.device(device))
 
 
-def agreed(free: int, device: torch.device | str) -> int:
-    """Bytes that were measured to be free, as several processes that work together agree on them: what is decided by
-    them is decided alike."""
-    agreement = _agreement.get()
+def free_memory(device: torch.device | str) -> int:
+    """Bytes that are free, as several processes that work together agree on them: what is decided by them is decided
+    alike."""
+    free, agreement = available_memory(device), _agreement.get()
     return free if agreement is None else agreement(free, True, torch.device(device))
 
 

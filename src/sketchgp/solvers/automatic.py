@@ -6,9 +6,8 @@ import math
 
 import torch
 
-from ..memory import available_memory
 from ..preconditioners import Preconditioner
-from ..settings import agreed, memory_budget
+from ..settings import free_memory, memory_budget
 from .full.askotch import ASkotch
 from .full.conjugate_gradients import ConjugateGradients
 from .inducing.krill import KRILL
@@ -50,7 +49,7 @@ def automatic_inducing_solver(problem: InducingPointProblem) -> QR | KRILL | Nys
     """Return QR up to 1,000 points, KRILL while its matrices fit into half of the free memory, Nystrom PCG beyond."""
     if problem.m <= _DIRECT:
         return QR()
-    free = agreed(available_memory(problem.device), problem.device)
+    free = free_memory(problem.device)
     if KRILL(sketch_size=2 * problem.m).bytes_needed(problem) <= free // 2:
         return KRILL()
     return NystromPCG()

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ...checks import count, seed, settle
 from ...errors import InputError
-from ...memory import available_memory
 from ...operators.tall import NormalMatrix, tile_bytes
 from ...preconditioners.krill import TriangularFactors, krill_preconditioner, sketch_rows
-from ...settings import agreed
+from ...settings import free_memory
 from .normal_equations import NormalEquationsSolver
 from .problem import InducingPointProblem
 from .split_gradients import SplitGradients
@@ -63,7 +62,7 @@ class KRILL(NormalEquationsSolver):
     def _rows(self, n: int, m: int, device: torch.device) -> int:
         if self.sketch_size is not None:
             return self.sketch_size
-        rows, free = sketch_rows(n, m), agreed(available_memory(device), device)
+        rows, free = sketch_rows(n, m), free_memory(device)
         return rows if _bytes(m, rows) + tile_bytes(n, m, device) <= free // 2 else 2 * m
 
     def _bytes(self, problem: InducingPointProblem) -> int:

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ...checks import count, number, seed, settle
 from ...errors import InputError
-from ...memory import available_memory
 from ...preconditioners.row_nystrom import NystromRoot, damped, row_nystrom
 from ...random_streams import generator
-from ...settings import agreed
+from ...settings import free_memory
 from ..choices import cut
 from .normal_equations import NormalEquationsSolver
 from .problem import InducingPointProblem
@@ -70,7 +69,7 @@ class NystromPCG(NormalEquationsSolver):
     def _rank(self, m: int, device: torch.device) -> int:
         if self.rank is not None:
             return min(self.rank, m)
-        return max(1, min(m, _RANK, agreed(available_memory(device), device) // 2 // (8 * _COPIES * m)))
+        return max(1, min(m, _RANK, free_memory(device) // 2 // (8 * _COPIES * m)))
 
     def _bytes(self, problem: InducingPointProblem) -> int:
         return 8 * _COPIES * problem.m * self._rank(problem.m, problem.device)

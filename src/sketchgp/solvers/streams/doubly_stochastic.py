@@ -18,11 +18,10 @@ from ... import checks
 from ...checks import count, flag, number, settle
 from ...errors import InputError
 from ...fingerprint import tensor_mark
-from ...memory import available_memory
 from ...operators.feature_map import RandomFeatures
 from ...operators.marks import kernel_mark
 from ...report import Reason, SolveReport, conclude
-from ...settings import agreed
+from ...settings import free_memory
 from ..choices import Budgeted, require_repeating
 from ..loop import HeldOut, Progress, clock, compare_ranks, solve_marks
 from ..problem import Solution
@@ -159,7 +158,7 @@ class DoublyStochastic(Budgeted):
         total = self.num_features
         if total == "auto":
             total = _OF_STREAM if rows is None else 2 ** math.ceil(math.log2(max(1, _OF_ROWS * math.sqrt(rows))))
-            fits = agreed(available_memory(origin.device), origin.device) // (8 * 4 * 8 * max(1, columns))
+            fits = free_memory(origin.device) // (8 * 4 * 8 * max(1, columns))
             total = max(_LEAST, min(total, _MOST, fits // 2 * 2))
         assert total is None or isinstance(total, int)
         block = self.block_size or self._block(origin.device)
@@ -175,7 +174,7 @@ class DoublyStochastic(Budgeted):
     def _batch(self, origin: Tensor) -> int:
         """Rows of a batch: as many as a step can use, fewer where points have so many inputs that those do not fit."""
         block = self.block_size or self._block(origin.device)
-        free = agreed(available_memory(origin.device), origin.device)
+        free = free_memory(origin.device)
         return max(_FEWEST, min(_ROWS * block, free // (4 * 8 * (origin.shape[-1] + block))))  # four arrays of each
 
     @torch.no_grad()
