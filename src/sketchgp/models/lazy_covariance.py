@@ -196,17 +196,11 @@ class LazyCovariance(LinearOperator):
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.evaluate_kernel() @ rhs
 
-    def _expand_batch(self, batch_shape: Any) -> LinearOperator:
-        return self.evaluate_kernel().expand(*batch_shape, *self.shape[-2:])
-
     def _unsqueeze_batch(self, dim: int) -> LinearOperator:
         return self.evaluate_kernel().unsqueeze(dim)
 
     def _permute_batch(self, *dims: int) -> LinearOperator:
         return self.evaluate_kernel().permute(*dims, -2, -1)
-
-    def _sum_batch(self, dim: int) -> LinearOperator:
-        return self.evaluate_kernel().sum(dim)
 
     def _get_indices(self, row_index: Tensor, col_index: Tensor, *batch_indices: Any) -> Tensor:
         index = (*batch_indices, row_index, col_index)
