@@ -60,8 +60,7 @@ _ADVICE = {
     Reason.PASSES: "Raise max_passes and go on with initial= or a checkpoint; raise block_size if memory allows.",
     Reason.EPOCHS: "Raise max_epochs and go on with initial= or a checkpoint.",
     Reason.TIME: "Raise max_seconds and go on with initial= or a checkpoint.",
-    Reason.CALLBACK: "Go on from the value returned with initial=.",
-    Reason.INTERRUPTED: "Go on from the value returned with initial=.",
+    **dict.fromkeys(_STOPPED, "Go on from the value returned with initial=."),
 }  # where a solver knows no better; a solver without the parameter does not end so
 
 
@@ -71,7 +70,7 @@ _TROUBLES = {
     Reason.SINGULAR: "limits-of-float64",
     Reason.DIRECT: "direct",
     **dict.fromkeys((Reason.ITERATIONS, Reason.PASSES, Reason.EPOCHS, Reason.TIME), "out-of-budget"),
-    **dict.fromkeys((Reason.CALLBACK, Reason.INTERRUPTED), "stopped"),
+    **dict.fromkeys(_STOPPED, "stopped"),
 }  # rows in docs/troubleshooting.md
 
 
