@@ -39,16 +39,18 @@ def settings() -> dict[str, Any]:
 
 
 class Watch:
-    """Called from inside of the library: settings are the user's there, and threads wait for each other."""
+    """Called from inside of the library: settings are the user's there, and threads meet where they hold no lock."""
 
     def __init__(self) -> None:
         self.expected: dict[str, Any] = {}
         self.seen: list[str] = []
         self.barrier: threading.Barrier | None = None
 
-    def __call__(self) -> None:
+    def look(self) -> None:
         now = settings()
         self.seen += [name for name in now if now[name] != self.expected[name]]
+
+    def meet(self) -> None:
         if self.barrier is not None:
             with contextlib.suppress(threading.BrokenBarrierError):  # the other thread is done
                 self.barrier.wait(timeout=20)
@@ -59,7 +61,7 @@ WATCH = Watch()
 
 class WatchedMean(gpytorch.means.ConstantMean):
     def forward(self, x: Tensor) -> Tensor:
-        WATCH()
+        WATCH.look()
         return super().forward(x)
 
 
@@ -67,8 +69,7 @@ class WatchedKernel(kernels.RBFKernel):
     """Not one of the known kernels: it is called, also inside of sums and products."""
 
     def forward(self, x1: Tensor, x2: Tensor, **options: Any) -> Tensor:
-        now = settings()
-        WATCH.seen += [name for name in now if now[name] != WATCH.expected[name]]
+        WATCH.look()
         return super().forward(x1, x2, **options)
 
 
@@ -85,7 +86,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plain = sketchgp.ConjugateGradients.run
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
-        WATCH()
+        WATCH.look()
+        WATCH.meet()
         return plain(self, *args, **options)
 
     monkeypatch.setattr(sketchgp.ConjugateGradients, "run", run)
