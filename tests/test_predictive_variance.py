@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
+from gpytorch.kernels import CosineKernel, MaternKernel, RBFKernel, ScaleKernel
 
 from problems import dense, points, relative, set_scales
 from sketchgp.inference import LowRankVariance, predictive_variance
@@ -45,6 +45,16 @@ def test_little_noise_at_the_training_points():
     noise = torch.full((30,), 1e-8, dtype=torch.float64)
     found = _low_rank(kernel, x, noise, x[:10], 30)(x)
     assert float((found - 1e-8).abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize("count", [10, 40])
+def test_rounded_entries_of_far_points_cancel(count):
+    """Entries with a far point are off by 1e-8: more than a matrix of rank two and little noise forgives in parts."""
+    kernel, x, noise = CosineKernel().double(), points(40, 1), torch.full((40,), 1e-8, dtype=torch.float64)
+    kernel.period_length = 5.0
+    far = torch.tensor([[1e8]], dtype=torch.float64)
+    found = _low_rank(kernel, x, noise, x[:10], count)(torch.cat([x[:5], far]))
+    assert float(found.max()) < 1e-8 and relative(found[:5], _exact(kernel, x, noise, x[:5])) < 1e-4
 
 
 def test_duplicated_inducing_points():

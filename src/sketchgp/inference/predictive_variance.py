@@ -76,11 +76,11 @@ class LowRankVariance:
     def _variance(self, x: Tensor, left_out: Tensor | None = None) -> Tensor:
         """Return variances ``(p,)`` at x, without the training points ``left_out`` that they are."""
         half, prior = self._half(x), self.block(x, None)
-        rest, near = (prior - half.square().sum(dim=0)).clamp(min=0), self._nearest(x, left_out)
+        rest, near = prior - half.square().sum(dim=0), self._nearest(x, left_out)
         weights, explained = self._conditioned(x, half, near)
         half = half - (self._features[near].mT @ weights).squeeze(-1).mT
         known = torch.linalg.solve_triangular(self.inner_root, half, upper=False)
-        variance = (rest - explained).clamp(min=0) + known.square().sum(dim=0)
+        variance = (rest - explained + known.square().sum(dim=0)).clamp(min=0)
         if left_out is not None:  # the low-rank part knows the point itself
             features, local = self._remainder.weighted_features[left_out], self._remainder.local_diagonal[left_out]
             mine = torch.linalg.solve_triangular(self.inner_root, features.mT, upper=False)
