@@ -1138,7 +1138,7 @@ def test_refuses_mu(mu):
 @SOLVERS
 def test_refuses_starting_points_of_another_shape(kind):
     for shape in ((3,), (100, 1), (100, 2), (1, 100)):
-        with pytest.raises(InputError, match=r"initial expects y's shape \(100,\), got"):
+        with pytest.raises(InputError, match=r"initial expects the solution's shape \(100,\), got"):
             kind().solve(_problem(), initial=torch.zeros(shape, dtype=torch.float64))
 
 

@@ -585,7 +585,7 @@ def test_refuses_other_arguments():
         ConjugateGradients().solve(_problem(), preconditioner="rpcholesky")
     with pytest.raises(InputError, match="preconditioner expects"):
         ConjugateGradients().solve(_problem(), preconditioner=RPCholesky)
-    with pytest.raises(InputError, match="initial expects y's shape"):
+    with pytest.raises(InputError, match="initial expects the solution's shape"):
         ConjugateGradients().solve(_problem(), initial=torch.zeros(3))
     with pytest.raises(InputError, match="matmul expects"):
         ConjugateGradients().solve(_problem(), matmul="sparse")

@@ -24,7 +24,7 @@ from sketchgp.solvers.inducing import eigenpro, epochs, projection
 from sketchgp.solvers.inducing.eigenpro import EigenPro3, EigenPro4
 from sketchgp.solvers.inducing.preconditioned_gradient import Model, find_directions
 from sketchgp.solvers.inducing.projection import ExactProjection, InexactProjection
-from sketchgp.solvers.inducing.solver import held_out_error
+from sketchgp.solvers.loop import HeldOut
 
 KERNELS = {
     "rbf": (lambda: RBFKernel(), 0.6),
@@ -249,7 +249,7 @@ def test_the_delay_follows_the_cost_of_projections():
 def test_held_out_errors_have_float64_entries():
     problem = _problem(100, 40, "rbf", dtype=torch.float32)
     weights = 1e6 * normal(40, 1)
-    found = held_out_error(problem, problem.x, problem.y)(weights)
+    found = HeldOut(problem.predicting(problem.x), problem.x, problem.y)(weights)
     wanted = (_fit(problem, weights, problem.x).squeeze(1) - problem.y.double()).square().mean().sqrt()
     assert float(found) == pytest.approx(float(wanted), rel=1e-9)
 

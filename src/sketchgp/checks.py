@@ -315,11 +315,11 @@ def dtype(owner: str, name: str, value: Any) -> torch.dtype:
     return value
 
 
-def like(owner: str, name: str, value: Any, shape: Sequence[int], device: torch.device, whose: str) -> Tensor:
-    """A tensor as :func:`tensor` has it, of this very shape and on this device; :param whose: shape it is, in words."""
+def like(owner: str, name: str, value: Any, shape: Sequence[int], device: torch.device) -> Tensor:
+    """A tensor as :func:`tensor` has it, of this very shape, the solution's, and on this device."""
     tensor(owner, name, value, (len(shape),) if torch.is_tensor(value) and value.dim() == len(shape) else (1, 2))
     if tuple(value.shape) != tuple(shape):
-        raise InputError(f"{owner}: {name} expects {whose} shape {tuple(shape)}, got {tuple(value.shape)}.")
+        raise InputError(f"{owner}: {name} expects the solution's shape {tuple(shape)}, got {tuple(value.shape)}.")
     if value.device != device:
         raise InputError(f"{owner}: {name} expects a tensor on {device}, got one on {value.device}.")
     return value

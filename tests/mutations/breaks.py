@@ -388,8 +388,8 @@ BREAKS = (
         "a checkpoint of another problem is taken",
     ),
     Break(
-        "spare = not self.errors or method.judges_held_out or self.entries <= _SHARE * method.entries",
-        "spare = not self.errors or self.entries <= _SHARE * method.entries",
+        "spare = not self.errors or method.judges_held_out or held_out.entries <= _SHARE * method.entries",
+        "spare = not self.errors or held_out.entries <= _SHARE * method.entries",
         EIGENPRO,
         "epochs are judged by an old held-out error",
     ),

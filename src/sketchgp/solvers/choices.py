@@ -16,6 +16,7 @@ from ..errors import InputError
 from ..fingerprint import tensor_mark
 from ..operators import KernelMatrix
 from ..report import SolveReport
+from ..row_sources import RowSource
 from .loop import Checkpoint, HeldOut, Method, Progress, Run
 from .problem import FullProblem, check_problem
 
@@ -77,6 +78,35 @@ class Budgeted:
         value = run.loop(progress).value
         return value, run.report(**facts())
 
+    def _options(
+        self,
+        points: Tensor | RowSource,
+        columns: torch.Size,
+        predicting: Callable[[Tensor], Callable[[Tensor], Tensor]],
+        initial: Tensor | None,
+        callback: Callable[[Progress], Any] | None,
+        held_out: tuple[Tensor, Tensor] | None,
+        progress: bool | None,
+    ) -> dict[str, Any]:
+        """Check the arguments of ``solve``, and return those of a run.
+
+        :param points: those with a weight each; :param columns: the shape of a target, () or (t,).
+        :param predicting: from other points ``(p, d)`` to what makes predictions ``(p, t)`` there of weights.
+        :raises InputError: for arguments that do not fit.
+        """
+        owner = f"{self.name}.solve"
+        if initial is not None:
+            like(owner, "initial", initial, (len(points), *columns), points.device)
+            initial = initial.reshape(len(points), -1)
+        function(owner, "callback", callback)
+        flag(owner, "progress", progress, optional=True)
+        found = pair(owner, held_out, points, columns)
+        error = None if found is None else HeldOut(predicting(found[0]), *found)
+        return {
+            "initial": initial, "callback": callback, "held_out": error, "progress": progress,
+            "keep_interrupted": True,
+        }  # fmt: skip
+
     def _described(self) -> str:
         """Describe the choices that a checkpoint must be of."""
         choices: dict[str, Any] = {
@@ -95,36 +125,14 @@ class FullSolver(Budgeted):
         """:raises InputError: for anything but a :class:`FullProblem`, or where a choice does not fit it."""
         check_problem(f"{self.name}.solve", problem)
 
-    def _options(
-        self,
-        problem: FullProblem,
-        matmul: str,
-        initial: Tensor | None,
-        callback: Callable[[Progress], Any] | None,
-        held_out: tuple[Tensor, Tensor] | None,
-        progress: bool | None,
-    ) -> dict[str, Any]:
-        """Check the arguments of ``solve``, and return those of ``run``.
+    def _full_options(self, problem: FullProblem, matmul: str, *watched: Any) -> dict[str, Any]:
+        """Return :meth:`_options` of a problem; :param watched: its last four arguments."""
 
-        :raises InputError: for arguments that do not fit.
-        """
-        owner = f"{self.name}.solve"
-        if initial is not None:
-            like(owner, "initial", initial, problem.y.shape, problem.y.device, whose="y's")
-            initial = initial.reshape(len(problem.x), -1)
-        function(owner, "callback", callback)
-        flag(owner, "progress", progress, optional=True)
-        points = pair(owner, held_out, problem.x, problem.y.shape[1:])
-        error: HeldOut | None = None
-        if points is not None:
-            cross = KernelMatrix.of(problem.kernel, points[0], problem.x, engine=matmul).detach()
-            error = HeldOut(
-                lambda w: cross.product(w.to(cross.dtype)).to(torch.float64), cross.x1, points[1], cross.shape.numel()
-            )
-        return {
-            "initial": initial, "callback": callback, "held_out": error, "progress": progress,
-            "keep_interrupted": True,
-        }  # fmt: skip
+        def predicting(x: Tensor) -> Callable[[Tensor], Tensor]:
+            cross = KernelMatrix.of(problem.kernel, x, problem.x, engine=matmul).detach()
+            return lambda w: cross.product(w.to(cross.dtype)).to(torch.float64)
+
+        return self._options(problem.x, problem.y.shape[1:], predicting, *watched)
 
 
 def require_repeating(first: Callable[[], tuple[Any, Tensor]], once: bool = False) -> None:

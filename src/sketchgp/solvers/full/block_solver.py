@@ -91,7 +91,7 @@ class BlockSolver(FullSolver):
         warning; before the first step, and in what comes before it, it is passed on.
         """
         self.validate(problem)
-        options = self._options(problem, matmul, initial, callback, held_out, progress)
+        options = self._full_options(problem, matmul, initial, callback, held_out, progress)
         value, report, _ = self.run(problem.system(matmul), problem.y.reshape(len(problem.x), -1), **options)
         return Solution(value.reshape(problem.y.shape), report, problem)
 

@@ -106,7 +106,7 @@ class ConjugateGradients(FullSolver):
         choice = AutomaticPreconditioner() if preconditioner == "auto" else preconditioner
         if choice is not None:
             instance(owner, "preconditioner", choice, Preconditioner, "a choice such as RPCholesky(), None or 'auto'")
-        options = self._options(problem, matmul, initial, callback, held_out, progress)
+        options = self._full_options(problem, matmul, initial, callback, held_out, progress)
         began, system, built = clock(), problem.system(matmul), None
         if choice is not None:
             choice.validate(system.n)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...devices import fetched, sent
 from ...errors import NumericalError
-from ...operators.tall import TallMatrix
 from ...report import Reason
 from ...row_sources import ahead
 from ..loop import ByEpochs, Outcome, largest_of
@@ -210,8 +209,7 @@ class Epochs(ByEpochs):
     def _relative(self, weights: Tensor) -> Tensor:
         """``||f(x) - y|| / ||y||`` of each column on the points that are checked."""
         x, y = self.checked
-        values = TallMatrix(self.problem.kernel, x, self.problem.inducing_points, accurate=True).matmul(weights)
-        norm = y.norm(dim=0)
+        values, norm = self.problem.predicting(x)(weights), y.norm(dim=0)
         return ((values - y).norm(dim=0) / torch.where(norm > 0, norm, 1)).cpu()
 
     def weights(self) -> Tensor:

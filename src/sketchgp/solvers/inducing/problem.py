@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,6 +196,10 @@ class InducingPointProblem:
     def tall(self, accurate: bool) -> TallMatrix:
         """``diag(weights) k(x, z)`` by tiles."""
         return TallMatrix(self.kernel, self._inputs("This solver"), self.inducing_points, self.weights, accurate)
+
+    def predicting(self, x: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return ``W -> k(x, z) W``, with float64 entries."""
+        return TallMatrix(self.kernel, x, self.inducing_points, accurate=True).matmul
 
     def kzz(self) -> Tensor:
         """``k(z, z)``, ``(m, m)`` float64.

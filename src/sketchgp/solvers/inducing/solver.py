@@ -10,13 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...checks import flag, function, like, pair
 from ...fingerprint import tensor_mark
 from ...operators.marks import kernel_mark
-from ...operators.tall import TallMatrix
 from ...report import conclude
 from ..choices import Budgeted, require_repeating
-from ..loop import HeldOut, Method, Progress, clock, compare_ranks, solve_marks
+from ..loop import Method, Progress, clock, compare_ranks, solve_marks
 from ..problem import Solution
 from .problem import InducingPointProblem, check_inducing
 
@@ -71,27 +69,19 @@ class InducingPointSolver(Budgeted):
 
         Ctrl-C ends the solve after the step under way with the best iterate so far, and a warning.
         """
-        began, owner = clock(), f"{self.name}.solve"
+        began = clock()
         self.validate(problem)
-        function(owner, "callback", callback)
-        flag(owner, "progress", progress, optional=True)
-        columns = problem.target_shape
-        shape = (problem.m, *columns)
-        if initial is not None:
-            like(owner, "initial", initial, shape, problem.device, whose="the solution's")
-            initial = initial.reshape(problem.m, -1).to(torch.float64)
-        held_out = pair(owner, held_out, problem.inducing_points, columns)
+        columns, z = problem.target_shape, problem.inducing_points
+        options = self._options(z, columns, problem.predicting, initial, callback, held_out, progress)
         compare_ranks(self.name, lambda: self._marks(problem))
         with self._memory_kept(problem), torch.no_grad():
-            error = None if held_out is None else held_out_error(problem, *held_out)
             method = self._method(problem)
             value, report = self._execute(
                 method, self._work(), lambda: (self._checkpoint_marks(problem, method), {}),
-                lambda: self._facts(problem, method), progress,
-                began=began, initial=initial, callback=callback, held_out=error, keep_interrupted=True,
+                lambda: self._facts(problem, method), began=began, **options,
             )  # fmt: skip
         conclude(report)
-        return Solution(value.reshape(shape), report, problem)
+        return Solution(value.reshape(problem.m, *columns), report, problem)
 
     def _checkpoint_marks(self, problem: InducingPointProblem, method: Any) -> dict[str, str]:
         """Return :meth:`_marks` of a problem that can be gone on with, and marks of what the set-up found."""
@@ -108,9 +98,3 @@ class InducingPointSolver(Budgeted):
             "the kernel": kernel_mark(problem.kernel, problem.inducing_points),
             **solve_marks(problem.noise, y, self._described()),
         }
-
-
-def held_out_error(problem: InducingPointProblem, x: Tensor, y: Tensor) -> HeldOut:
-    """Return the error of ``k(x, z) W`` on points ``(p, d)``, with float64 entries, as in predictions."""
-    tall = TallMatrix(problem.kernel, x, problem.inducing_points, accurate=True)
-    return HeldOut(tall.matmul, x, y, len(x) * problem.m)

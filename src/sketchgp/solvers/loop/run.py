@@ -36,54 +36,31 @@ def clock() -> float:
 
 
 class HeldOut:
-    """Root mean square error of each column, ``W -> (t,)``.
+    """Error of each column on held-out points, ``W -> (t,)``: the root of the mean square, unless told otherwise.
 
-    :param predict: weights to predictions ``(p, t)`` float64, by ``each`` kernel entries.
+    :param predict: weights to predictions ``(p, t)`` float64, by a kernel entry for each point and each weight.
     :param x: points ``(p, d)``; :param y: targets ``(p,)`` or ``(p, t)``.
+    :param error: from predictions to errors ``(t,)``; None as above.
     :ivar mark: tells one set of points from another; :ivar entries: kernel entries evaluated so far.
     """
 
-    def __init__(self, predict: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, each: float) -> None:
-        self.predict, self.each = predict, each
-        self.wanted = y.reshape(len(x), -1).to(torch.float64)
+    def __init__(
+        self,
+        predict: Callable[[Tensor], Tensor],
+        x: Tensor,
+        y: Tensor,
+        error: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.predict, self.error, self.points = predict, error, len(x)
+        self.targets = y.reshape(len(x), -1).to(torch.float64)
         self.mark, self.entries = tensor_mark(x, y), 0.0
 
     def __call__(self, weights: Tensor) -> Tensor:
-        self.entries += self.each
-        return (self.predict(weights) - self.wanted).square().mean(dim=0).sqrt().cpu()
-
-
-class Watcher:
-    """Held-out errors as a solve goes on."""
-
-    def __init__(self, held_out: HeldOut | None) -> None:
-        self.held_out = held_out
-        self.errors: list[HeldOutError] = []
-        self.earlier = 0.0  # entries evaluated before the solve was resumed
-
-    @property
-    def mark(self) -> str:
-        """Mark of the held-out points; empty where there are none."""
-        return "" if self.held_out is None else self.held_out.mark
-
-    @property
-    def entries(self) -> float:
-        """Kernel entries evaluated for held-out predictions so far."""
-        return self.earlier + (0.0 if self.held_out is None else self.held_out.entries)
-
-    def look(self, method: Method, seconds: float, last: Tensor | None = None) -> Tensor | None:
-        """Return the error now, or the one before where computing it again would take too much of the time.
-
-        :param last: the weights that the solve ends with; None while it goes on.
-        :returns: None where there are no held-out points.
-        """
-        if self.held_out is None:
-            return None
-        spare = not self.errors or method.judges_held_out or self.entries <= _SHARE * method.entries
-        if last is not None or spare:
-            error = self.held_out(method.weights() if last is None else last)
-            self.errors.append(HeldOutError(method.passes, seconds, error))
-        return self.errors[-1].error
+        self.entries += self.points * len(weights)
+        predicted = self.predict(weights)
+        if self.error is not None:
+            return self.error(predicted).cpu()
+        return (predicted - self.targets).square().mean(dim=0).sqrt().cpu()
 
 
 class DeferredInterrupt:
@@ -141,7 +118,7 @@ class Run:
     ) -> None:
         self.method, self.most_work, self.most_seconds = method, most_work, most_seconds
         self.initial, self.callback, self.checkpoint, self.raising = initial, callback, checkpoint, not keep_interrupted
-        self.watcher = Watcher(held_out)
+        self.held_out, self.errors = held_out, list[HeldOutError]()
         self.history: list[Tensor] = []
         self.reason: Reason | None = None
         self.judged: Reason | None = None  # what the method said of the last window
@@ -194,7 +171,7 @@ class Run:
                 if self.shards is not None:
                     outcome.value = self.shards.same(outcome.value)
                 if not interrupt.seen:
-                    self.watcher.look(method, self.seconds, outcome.value)
+                    self._held_out_error(outcome.value)
         return outcome
 
     def _finish(self, quick: bool) -> Outcome:
@@ -270,13 +247,28 @@ class Run:
         """A window is closed: the method sees whether to go on."""
         method, estimate = self.method, self.method.estimate().cpu()
         self.history.append(estimate)
-        error = self.watcher.look(method, self.seconds)
+        error = self._held_out_error()
         held = "" if error is None else f", {method.measure} {float(error.mean()):.4g}"
         bar.set_postfix_str(f"residual about {largest_of(estimate):.1e}{held}", refresh=False)
         self.progress = Progress(
             method.iterations, method.passes, method.epochs, self.seconds, estimate, error, method.weights
         )
         self.judged = method.judge(error)
+
+    def _held_out_error(self, last: Tensor | None = None) -> Tensor | None:
+        """Return the error now, or the one before where computing it again would take too much of the time.
+
+        :param last: the weights that the solve ends with; None while it goes on.
+        :returns: None where there are no held-out points.
+        """
+        held_out, method = self.held_out, self.method
+        if held_out is None:
+            return None
+        spare = not self.errors or method.judges_held_out or held_out.entries <= _SHARE * method.entries
+        if last is not None or spare:
+            error = held_out(method.weights() if last is None else last)
+            self.errors.append(HeldOutError(method.passes, self.seconds, error))
+        return self.errors[-1].error
 
     def _tell(self) -> None:
         """The callback sees it; its word counts before the method's."""
@@ -303,17 +295,18 @@ class Run:
             "seconds": self.seconds,
             "setup_seconds": self.setup_seconds,
             "reason": str(self.judged or self.reason or ""),
-            "held_out": [(passes, seconds, error.tolist()) for passes, seconds, error in self.watcher.errors],
-            "held_out_set": self.watcher.mark,
-            "held_out_entries": self.watcher.entries,
+            "held_out": [(passes, seconds, error.tolist()) for passes, seconds, error in self.errors],
+            "held_out_set": getattr(self.held_out, "mark", ""),
+            "held_out_entries": getattr(self.held_out, "entries", 0.0),
         }
         self.checkpoint.save(plain, {**tensors, "history of the run": torch.stack(self.history)})
         self.saved_at = clock()
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         plain, tensors = checkpoint.load(self.method.device)
-        method = self.method
-        if method.judges_held_out and plain["held_out_set"] != self.watcher.mark:
+        method, held_out = self.method, self.held_out
+        same = plain["held_out_set"] == getattr(held_out, "mark", "")
+        if method.judges_held_out and not same:
             raise InputError(
                 f"The checkpoint {checkpoint.path} is of a solve with other held-out points, which decide what it "
                 "returns. Give it those, delete it or use another path."
@@ -325,9 +318,9 @@ class Run:
         method.notes.append(f"resumed after {method.iterations} steps{moved}")
         if self.initial is not None:
             method.notes.append("initial= was not used: the checkpoint is ahead of it")
-        if plain["held_out_set"] == self.watcher.mark:
-            self.watcher.earlier = plain["held_out_entries"]
-            self.watcher.errors = [
+        if held_out is not None and same:
+            held_out.entries = plain["held_out_entries"]
+            self.errors = [
                 HeldOutError(passes, seconds, torch.tensor(error, dtype=torch.float64))
                 for passes, seconds, error in plain["held_out"]
             ]
@@ -364,7 +357,7 @@ class Run:
                 "device": str(method.device),
                 "peak_memory": peak_memory(method.device),
                 "notes": method.notes,
-                "held_out": self.watcher.errors,
+                "held_out": self.errors,
                 **outcome.facts,
                 **facts,
                 "details": details,

@@ -22,11 +22,12 @@ from ...operators.feature_map import RandomFeatures
 from ...operators.marks import kernel_mark
 from ...report import Reason, SolveReport, conclude
 from ...settings import free_memory
+from ...space import Space
 from ..choices import Budgeted, require_repeating
 from ..loop import HeldOut, Progress, clock, compare_ranks, solve_marks
 from ..problem import Solution
 from .learner import Learner
-from .learning import FeatureHeldOut, Learning
+from .learning import Learning
 from .problem import LOSSES, Labels, RandomFeatureProblem, Targets, same_points
 
 _LEAST, _MOST = 2048, 16384  # automatic features
@@ -222,9 +223,19 @@ class DoublyStochastic(Budgeted):
             raise checks.refusal(owner, "held_out", "a pair of points and targets", held_out, True)
         x, y = problem.checked(f"{owner}: held_out", *held_out)
         same_points(f"{owner}: held_out", x, learner.features.origin)
-        if not isinstance(problem.targets, Labels):
-            y = problem.targets.encode(f"{owner}: held_out", y, x)
-        return FeatureHeldOut(learner, problem, x, y)
+        targets, space = problem.targets, Space.of(len(x))  # each rank evaluates its own rows
+        made = learner.features.prepare(x[space.span])
+
+        def predict(weights: Tensor) -> Tensor:
+            before = learner.entries
+            f = learner.evaluate(made, weights.unflatten(0, (-1, 2)))
+            learner.entries = before
+            return space.whole(f)
+
+        if isinstance(targets, Labels):
+            return HeldOut(predict, x, y, lambda f: targets.wrong(f, y))
+        y = targets.encode(f"{owner}: held_out", y, x)
+        return HeldOut(lambda weights: predict(weights)[:, : y.shape[1]], x, y)
 
     def _checkpoint_marks(
         self, problem: RandomFeatureProblem, learner: Learner

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ...devices import fetched, sent
 from ...errors import NumericalError
-from ...fingerprint import row_numbers, tensor_mark
+from ...fingerprint import row_numbers
 from ...random_streams import generator
 from ...report import Reason
-from ...space import Space
-from ..loop import ByEpochs, HeldOut, Outcome
+from ..loop import ByEpochs, Outcome
 from .learner import Learner
 from .problem import Batch, Labels, RandomFeatureProblem, same_points
 
@@ -178,29 +177,3 @@ class Learning(ByEpochs):
     @property
     def matrix_entries(self) -> float:  # type: ignore[override]
         return float((self.total or max(1, self.rows)) * 2 * self._pairs)
-
-
-class FeatureHeldOut(HeldOut):
-    """Coefficients ``(N, c)`` to an error on points of the user's: of targets the root mean square of each column, of
-    labels the share that is wrong, ``(1,)``.
-
-    :param x: ``(p, d)``; :param y: columns of targets, or labels.
-    """
-
-    def __init__(self, learner: Learner, problem: RandomFeatureProblem, x: Tensor, y: Tensor) -> None:
-        self.learner, self.problem, self.y = learner, problem, y
-        self._space = Space.of(len(x))  # each rank evaluates its own rows
-        with torch.no_grad():
-            self._made = learner.features.prepare(x[self._space.span])
-        self.mark, self.entries = tensor_mark(x, y), 0.0
-
-    def __call__(self, weights: Tensor) -> Tensor:
-        before = self.learner.entries
-        f = self.learner.evaluate(self._made, weights.unflatten(0, (-1, 2)))
-        self.learner.entries = before
-        self.entries += len(self.y) * len(weights)
-        f = self._space.whole(f)
-        if isinstance(self.problem.targets, Labels):
-            predicted = torch.tensor(self.problem.targets.classes, device=f.device)[f.argmax(dim=1)]
-            return (predicted != self.y).double().mean().reshape(1).cpu()
-        return (f[:, : self.y.shape[1]] - self.y).square().mean(dim=0).sqrt().cpu()

@@ -188,6 +188,11 @@ class Labels:
         hot = y.unsqueeze(1) == sent(torch.tensor(self.classes), y.device)
         return torch.where(hot, 1.0, self.rest).to(torch.float64)
 
+    def wrong(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the share of labels y ``(p,)`` that functions f ``(p, c)`` get wrong, ``(1,)``."""
+        predicted = torch.tensor(self.classes, device=f.device)[f.argmax(dim=1)]
+        return (predicted != y).double().mean().reshape(1)
+
 
 @dataclass
 class RandomFeatureProblem:
