@@ -88,35 +88,29 @@ class PredictionTolerance:
         self.errors: Tensor | None = None  # of the value, by a factorization of the matrix, in deviations
         self.margin = _MARGIN
         count = 0 if weights is None else weights.shape[-1]
-        self.values = norm.new_zeros(0, count, norm.numel())  # of every iteration; the first is 0
-        self.residuals, self.ratios = norm.new_zeros(0, norm.numel()), norm.new_zeros(0, norm.numel())
-        self.used = 0
+        self.values = norm.new_zeros(0, count, norm.numel())  # after every iteration, and 0 before
+        self.residuals = self.ratios = norm.new_zeros(0, norm.numel())  # as many
 
     @property
     def trail(self) -> list[Tensor]:
         """Tensors that a checkpoint must bring back."""
-        parts = [part[: self.used] for part in (self.values, self.residuals, self.ratios)]
-        return [*parts, self.tolerance, self.norm.new_tensor(self.margin)] if self.used else []
+        parts = [self.values, self.residuals, self.ratios, self.tolerance, self.norm.new_tensor(self.margin)]
+        return parts if len(self.values) else []
 
     @trail.setter
     def trail(self, parts: list[Tensor]) -> None:
         if parts and parts[0].shape[1:] == self.values.shape[1:]:
             self.values, self.residuals, self.ratios, self.tolerance, margin = parts
-            self.used, self.margin = len(self.values), float(margin)
-
-    def _grow(self) -> None:
-        if self.used == len(self.residuals):
-            for name in ("values", "residuals", "ratios"):
-                part = getattr(self, name)
-                setattr(self, name, torch.cat([part, part.new_zeros(max(64, len(part)), *part.shape[1:])]))
+            self.margin = float(margin)
 
     def begin(self, residual: Tensor) -> None:
         """Begin to follow predictions.
 
         :param residual: relative, ``(..., t)``, of the start.
         """
-        self._grow()
-        self.residuals[0], self.used = (residual * self.norm).reshape(-1), 1
+        self.values = self.values.new_zeros(1, *self.values.shape[1:])
+        self.residuals = (residual * self.norm).reshape(1, -1)
+        self.ratios = torch.zeros_like(self.residuals)
 
     def follow(self, alpha: Tensor, p: Tensor, index: Tensor, residual: Tensor) -> None:
         """Follow an iteration from w to ``w + alpha p`` in the columns ``index``.
@@ -125,23 +119,24 @@ class PredictionTolerance:
         """
         if self.weights is None:
             return
-        if not self.used:  # resumed from a solve that followed nothing
+        if not len(self.values):  # resumed from a solve that followed nothing
             self.begin(residual)
             return
-        self._grow()
         step = self.norm.new_zeros(*self.norm.shape[:-1], self.weights.shape[-1], self.norm.shape[-1])
         step[..., index] = self.certificate.space.total(self.weights.mT @ p) * alpha.unsqueeze(-2)
-        now, k = (residual * self.norm).reshape(-1), self.used
-        self.values[k] = self.values[k - 1] + step.movedim(-2, 0).flatten(1)
-        self.residuals[k] = now
-        fallen = self.residuals[:k] >= _FALL * now
+        now, k = (residual * self.norm).reshape(-1), len(self.values)
+        value, ratio = self.values[-1] + step.movedim(-2, 0).flatten(1), torch.zeros_like(now)
+        fallen = self.residuals >= _FALL * now
         since = torch.where(fallen, torch.arange(k, device=now.device).unsqueeze(-1), 0).amax(dim=0)
         columns = torch.arange(len(now), device=now.device)
         for start in (since, (2 * since - k).clamp(min=0)):
-            moved = (self.values[k] - self.values[start, :, columns].mT).abs().amax(dim=0)
-            ratio = moved / (self.residuals[start, columns].square() + now.square()).sqrt()
-            self.ratios[k] = torch.maximum(self.ratios[k], ratio.nan_to_num(0.0))
-        self.used = k + 1
+            moved = (value - self.values[start, :, columns].mT).abs().amax(dim=0)
+            of_residual = (self.residuals[start, columns].square() + now.square()).sqrt()
+            ratio = torch.maximum(ratio, (moved / of_residual).nan_to_num(0.0))
+        self.values, self.residuals, self.ratios = (
+            torch.cat([before, last.unsqueeze(0)])
+            for before, last in ((self.values, value), (self.residuals, now), (self.ratios, ratio))
+        )
 
     def weigh(self, energy: Tensor, s: Tensor, z: Tensor, index: Tensor, residual: Tensor) -> None:
         """Set the tolerance by the bound over the residual for ``"certified"``, else by errors at training points.
@@ -153,9 +148,8 @@ class PredictionTolerance:
                 ratio = torch.zeros_like(self.norm)
                 of_norm = residual[..., index] * self.norm[..., index]
                 ratio[..., index] = self.rows.worst(s, z) / of_norm.clamp(min=torch.finfo(of_norm.dtype).tiny)
-                k = self.used - 1
-                self.ratios[k] = torch.maximum(self.ratios[k], ratio.reshape(-1) / SAFETY)
-            if self.used > _FIRST:
+                self.ratios[-1] = torch.maximum(self.ratios[-1], ratio.reshape(-1) / SAFETY)
+            if len(self.values) > _FIRST:
                 self.tolerance = (LEVEL / (self._ratio() * self.norm)).clamp(max=CEILING)
             return
         by_noise = self.certificate.space.total((s.square() / self.certificate.noise).sum(dim=-2))
@@ -166,8 +160,7 @@ class PredictionTolerance:
 
     def _ratio(self) -> Tensor:
         """Ratio of deviations to residual, times a safety factor."""
-        k = self.used - 1
-        recent = self.ratios[self.used - 1 - int(_RECENT * k) : self.used].amax(dim=0)
+        recent = self.ratios[-1 - int(_RECENT * (len(self.ratios) - 1)) :].amax(dim=0)
         return (SAFETY * recent).clamp(min=torch.finfo(recent.dtype).tiny).reshape(self.norm.shape)
 
     def deviations(self, residual: Tensor, bound: Tensor) -> Tensor:
@@ -178,7 +171,7 @@ class PredictionTolerance:
         certain = bound * self.certificate.scale if self.certificate.known else torch.full_like(bound, torch.inf)
         if self.weights is not None and self.errors is not None:
             return torch.minimum(certain, self.errors)
-        if self.weights is None or self.used < 2:
+        if self.weights is None or len(self.values) < 2:
             return certain
         return torch.minimum(certain, self._ratio() * residual * self.norm)
 
