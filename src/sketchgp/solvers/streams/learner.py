@@ -43,7 +43,6 @@ class Learner:
     :ivar place: the next pair; :ivar steps: so far; :ivar visited: pairs that steps have changed so far, each time;
         :ivar taken: rows of all batches so far; :ivar rows: different ones, those of tensors all at once.
     :ivar mark: of the tensors that it learns from, or last did; :ivar first: the number of their first row.
-    :ivar fetched: numbers that were asked of the last step.
     """
 
     counters = (
@@ -64,7 +63,6 @@ class Learner:
         self.mark = ""
         self.first_step, self.settles = float("nan"), float("nan")  # of steps without preconditioner
         self.entries = 0  # features at points, so far
-        self.fetched: list[Tensor] = []
 
     @property
     def columns(self) -> int:
@@ -101,21 +99,12 @@ class Learner:
         """Return how many of so many rows may be new ones, where there are no more than ``most`` in all."""
         return rows if most is None else min(rows, max(0, most - self.rows))
 
-    def step(
-        self,
-        x: Tensor,
-        y: Tensor,
-        ridge: float,
-        whole: bool = False,
-        new: int = 0,
-        asks: Callable[[Tensor], list[Tensor]] | None = None,
-    ) -> Tensor:
-        """One doubly stochastic step on a batch; f before it, ``(b, c)``.
+    def step(self, x: Tensor, y: Tensor, ridge: float, whole: bool = False, new: int = 0) -> list[Tensor]:
+        """Take one doubly stochastic step on a batch; return the losses of f before it and of 0, on the CPU.
 
         :param x: ``(b, d)``; :param y: targets of the loss, ``(b, c)`` float64.
         :param ridge: lambda of ``mean l + lambda / 2 ||f||^2``; :param whole: whether the batch is all there is.
         :param new: how many rows of a stream were not seen before.
-        :param asks: from that f, numbers that will be wanted on the CPU: they are in :attr:`fetched` then.
         :raises NumericalError: where numbers are no longer finite; nothing has changed then.
         """
         space = Space.of(len(x))
@@ -127,11 +116,12 @@ class Learner:
         self.entries += phi.numel() + 2 * (len(x) - made.points) * (len(self.coefficients) + which.stop - which.start)
         weights = self.loss.weights(f, y[own])
         slope, f = self._slope(space, phi, f, y[own])
+        losses = [self.loss.value(values, y) for values in (f, torch.zeros_like(f))]
         newton = None
         if self.choices.preconditioned:
             assert self.total is not None
             newton = _Newton(phi, weights, ridge, 2 * self.total, len(x), whole)
-        self._look(f, newton, [] if asks is None else asks(f))
+        losses = self._look(f, newton, losses)
         self.grow(which.stop)
         steady = self.loss.steady if whole and self.choices.preconditioned else None
         if newton is not None:
@@ -145,7 +135,7 @@ class Learner:
         self.place = which.stop % self.total if self.total else which.stop
         weight = (_RECENT + 1) / (self.steps + _RECENT) if steady is None else 1.0
         self.average.lerp_(self.coefficients * self.decay, weight)
-        return f
+        return losses
 
     def _slope(self, space: Space, phi: Tensor, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean slope of the loss in the features of a step, and f at all rows of the batch.
@@ -159,19 +149,20 @@ class Learner:
             slope, f = space.total(torch.cat([slope, values])).split([len(slope), space.n])
         return slope / space.n, f
 
-    def _look(self, f: Tensor, newton: _Newton | None, asked: list[Tensor]) -> None:
-        """Fetch from the device at once what was asked for, and whether the step can be taken.
+    def _look(self, f: Tensor, newton: _Newton | None, losses: list[Tensor]) -> list[Tensor]:
+        """Fetch from the device at once the losses, which are returned, and whether the step can be taken.
 
         :raises NumericalError: where f is no longer finite.
         """
         info = f.new_zeros(()) if newton is None else newton.info
-        fine, failed, *self.fetched = fetched(torch.isfinite(f).all(), info, *asked)
+        fine, failed, *losses = fetched(torch.isfinite(f).all(), info, *losses)
         if not bool(fine):
             raise NumericalError(
                 "The function that is learned is not finite any more. Choose a smaller step_scale.", see="diverges"
             )
         if newton is not None and bool(failed):
             torch.linalg.cholesky(newton.matrix)  # which says what is wrong
+        return losses
 
     def _preconditioned(self, which: slice, newton: _Newton, slope: Tensor, steady: float | None) -> None:
         """Change the coefficients of some pairs by a step of Newton's kind."""

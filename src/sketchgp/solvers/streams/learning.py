@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...devices import fetched, sent
+from ...devices import sent
 from ...errors import NumericalError
 from ...fingerprint import row_numbers
 from ...random_streams import generator
@@ -49,9 +49,8 @@ class Learning(ByEpochs):
         learner.begin(*(t for t in (problem.x, problem.y) if torch.is_tensor(t)))
         learner.entries, self._visited = 0, learner.visited  # of this solve, and before it
         self.parts = 1 if problem.streamed else -(-len(problem.x) // batch_size)  # type: ignore[arg-type]
-        self.losses = self.losses_of_none = torch.ones(self._shown, dtype=torch.float64, device=self.device)
+        self.losses = self.losses_of_none = torch.ones(self._shown, dtype=torch.float64)
         self.window = 0
-        self.fetched: list[Tensor] | None = None  # the losses, on the CPU, after a step
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -80,26 +79,16 @@ class Learning(ByEpochs):
         n = self.total or learner.rows + len(x)
         if not self.window:
             self.losses = self.losses_of_none = torch.zeros_like(self.losses)
-        sums: list[Tensor] = []
-
-        def counted(f: Tensor) -> list[Tensor]:
-            sums.append(self.losses + self._loss(f, targets))
-            sums.append(self.losses_of_none + self._loss(torch.zeros_like(f), targets))
-            return sums
-
         first_time = problem.streamed and self.epoch == 0  # up to the n that the stream is said to have
         new = learner.room(len(x), problem.rows) if first_time else 0
-        learner.step(x, targets, problem.noise / n, whole, new, counted)
-        self.losses, self.losses_of_none = sums
-        self.fetched = learner.fetched
+        losses, losses_of_none = learner.step(x, targets, problem.noise / n, whole, new)
+        self.losses = self.losses + losses[: self._shown]
+        self.losses_of_none = self.losses_of_none + losses_of_none[: self._shown]
         self.window += 1
         ended = self.batch_ends(len(x))
         if ended:
             self.end_epoch(self.problem.rows or self.rows)
         return ended or self.window == _WINDOW or self._done
-
-    def _loss(self, f: Tensor, y: Tensor) -> Tensor:
-        return self.learner.loss.value(f, y)[: self._shown]
 
     def _numbers(self, x: Tensor, targets: Tensor, places: Tensor) -> Tensor:
         """Return numbers that rows are known by; where rows of a stream may come again, made of their contents."""
@@ -123,18 +112,13 @@ class Learning(ByEpochs):
         """The root of the loss over the window's batches, each before its own step, over that of f = 0: the relative
         residual of each column for the squared loss."""
         self.window = 0
-        return self.root_of_ratio(*self._losses())
-
-    def _losses(self) -> list[Tensor]:
-        """Return the losses, on the CPU."""
-        return fetched(self.losses, self.losses_of_none) if self.fetched is None else self.fetched
+        return self.root_of_ratio(self.losses, self.losses_of_none)
 
     def judge(self, held_out: Tensor | None) -> Reason | None:
-        losses, losses_of_none = self._losses()
-        if self.iterations and not bool((losses <= _DIVERGED**2 * losses_of_none + 1e-300).all()):
+        if self.iterations and not bool((self.losses <= _DIVERGED**2 * self.losses_of_none + 1e-300).all()):
             raise NumericalError(
-                f"Learning diverges: after {self.iterations} batches the loss is {float(losses.max()):.1e}, that "
-                f"of f = 0 is {float(losses_of_none.max()):.1e}. Choose a smaller step_scale or larger batches.",
+                f"Learning diverges: after {self.iterations} batches the loss is {float(self.losses.max()):.1e}, that "
+                f"of f = 0 is {float(self.losses_of_none.max()):.1e}. Choose a smaller step_scale or larger batches.",
                 see="diverges",
             )
         return Reason.FINISHED if self._done else None
