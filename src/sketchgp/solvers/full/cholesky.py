@@ -28,11 +28,7 @@ class Cholesky:
     """
 
     problem_type: ClassVar[type[FullProblem]] = FullProblem
-
-    @property
-    def name(self) -> str:
-        """The method's name, as reports print it."""
-        return "Cholesky"
+    name: ClassVar[str] = "Cholesky"
 
     def validate(self, problem: FullProblem) -> None:
         """:raises InputError: for anything but a :class:`FullProblem`, or where its matrix does not fit in memory."""

@@ -8,13 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...errors import NumericalError
 from ...memory import enough_memory, require_memory
 from ...operators.tall import TallMatrix, tile_bytes
 from ...preconditioners import shifted_cholesky
 from ...preconditioners.krill import TriangularFactors
 from ..energy import moved_by_rounding
-from ..loop import Direct
+from ..loop import Direct, require_finite
 from ..problem import Solution
 from .problem import InducingPointProblem, check_inducing
 
@@ -36,11 +35,7 @@ class QR:
     """
 
     problem_type: ClassVar[type[InducingPointProblem]] = InducingPointProblem
-
-    @property
-    def name(self) -> str:
-        """The method's name, as reports print it."""
-        return "QR"
+    name: ClassVar[str] = "QR"
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: for anything but an :class:`InducingPointProblem`, a stream, noise 0, or too little
@@ -96,6 +91,5 @@ def _factorized(
         stacked = torch.cat([factor, torch.cat([tile, y[span]], dim=1)])
         factor = torch.linalg.qr(stacked, mode="r").R[:m]
         del stacked
-    if not bool(torch.isfinite(factor).all()):
-        raise NumericalError("The kernel matrix holds NaN or infinity; check inputs and kernel.", see="nan")
+    require_finite(torch.isfinite(factor).all())
     return rhs, TriangularFactors([factor[:, :m]]), factor[:, m:]
