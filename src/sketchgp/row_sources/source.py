@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,20 +32,16 @@ def ahead(reads: Iterable[Callable[[], Result]]) -> Iterator[Result]:
     are complete before later computations on that stream, which owns their memory.
     """
     left = iter(reads)
-    first, second = next(left, None), next(left, None)
-    if first is None:
-        return
-    if second is None:
-        yield first()
+    if len(first := [*islice(left, 2)]) < 2:
+        yield from (read() for read in first)
         return
     with ThreadPoolExecutor(1, "sketchgp-rows", _use, (_streams(),)) as thread:
-        waiting = deque((thread.submit(first), thread.submit(second)))
+        waiting = deque(map(thread.submit, first))
         for read in left:
             yield waiting.popleft().result()
             waiting.append(thread.submit(read))
         yield waiting.popleft().result()
-        last = waiting.popleft().result()
-    yield last  # the thread has ended, whether anybody asks for more or not
+    yield waiting.popleft().result()  # the thread has ended, whether anybody asks for more or not
 
 
 def _streams() -> list[torch.cuda.Stream]:
