@@ -36,7 +36,7 @@ from .regression import (
     copy_hyperparameters,
     evaluate,
     format_table,
-    measure,
+    scored,
     split_rows,
     true_residual,
     tune,
@@ -250,17 +250,15 @@ def evaluate_defaults(model: Regression, x: Tensor, y: Tensor, rows_for_nll: int
     :param rows_for_nll: the variance is of the first so many, because each costs GPyTorch a column of its
         solve.
     """
-
-    def predict_mean() -> Tensor:
-        with gpytorch.settings.skip_posterior_variances():  # spares one solve for each test row
-            return model(x).mean
-
-    def predict_variance() -> Tensor:
-        return model.likelihood(model(x[:rows_for_nll])).variance
-
     with watch_linear_cg() as solves, warnings.catch_warnings():
         warnings.simplefilter("ignore", NumericalWarning)
-        row = measure("GPyTorch's defaults, the same", model, y, predict_mean, predict_variance, rows_for_nll)
+        times = [time.perf_counter()]
+        with gpytorch.settings.skip_posterior_variances():  # spares one solve for each test row
+            mean = model(x).mean
+        times.append(time.perf_counter())
+        variance = model.likelihood(model(x[:rows_for_nll])).variance
+        times.append(time.perf_counter())
+    row = scored("GPyTorch's defaults, the same", model.train_targets.shape[0], y, mean, variance, times)
     residual = true_residual(model, model.prediction_strategy.mean_cache)
     steps = solves[0] if solves else []
     return replace(row, residual=residual, iterations=max(0, len(steps) - 1)), steps

@@ -193,32 +193,21 @@ def format_table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
 
 
-def measure(
-    what: str,
-    model: Regression,
-    y: Tensor,
-    predict_mean: Callable[[], Tensor],
-    predict_variance: Callable[[], Tensor],
-    rows_for_nll: int | None = None,
-) -> Row:
-    """Return the row of the table for two predictions of test rows, without the iterations and the residual.
+def scored(what: str, n: int, y: Tensor, mean: Tensor, variance: Tensor, times: Sequence[float]) -> Row:
+    """Return the row of the table for predictions of test rows, without the iterations and the residual.
 
-    :param y: test targets ``(m,)``; :param predict_mean: of all of them.
-    :param predict_variance: with the noise, of the first ``rows_for_nll`` rows at least.
+    :param n: number of training rows; :param y: test targets ``(m,)``; :param mean: of all of them.
+    :param variance: with the noise, of the first ``(p,)`` rows, which the NLL is of.
+    :param times: when the prediction began, when the mean was there, and when the variances were.
     """
-    start = time.perf_counter()
-    mean = predict_mean()
-    middle = time.perf_counter()
-    variance = predict_variance()
-    end = time.perf_counter()
-    part = slice(rows_for_nll)
+    p = len(variance)
     return Row(
         what,
-        model.train_targets.shape[0],
-        mean_seconds=middle - start,
-        variance_seconds=end - middle,
+        n,
+        mean_seconds=times[1] - times[0],
+        variance_seconds=times[2] - times[1],
         rmse=rmse(mean, y),
-        nll=negative_log_density(mean[part], variance[part], y[part]),
+        nll=negative_log_density(mean[:p], variance, y[:p]),
     )
 
 
@@ -310,19 +299,15 @@ def evaluate(
     :param variance: as in ``sketchgp.predict``; low-rank variances are compared with exact ones at a few rows.
     :param rows_for_nll: use only the first so many test rows for the NLL (for a comparison on the same rows).
     """
-    predictions: list[Prediction] = []
-
-    def predict_with(variance: Variance | None) -> Tensor:
-        predictions.append(predict(model, x, variance=variance))
-        result = predictions[-1].mean if variance is None else predictions[-1].observation_variance
-        assert result is not None
-        return result
-
+    times = [time.perf_counter()]
     with record_solves() as solves:
-        row = measure(what, model, y, lambda: predict_with(None), lambda: predict_with(variance), rows_for_nll)
+        for wanted in (None, variance):
+            found = predict(model, x, variance=wanted)
+            times.append(time.perf_counter())
+    assert found.observation_variance is not None
+    few = found.observation_variance[:rows_for_nll]
+    row = scored(what, model.train_targets.shape[0], y, found.mean, few, times)
     solve = solves[0] if solves else None
     if solve is not None:
         row = replace(row, iterations=solve.iterations, residual=solve.max_residual)
-    final = predictions[-1]
-    assert final.observation_variance is not None
-    return Outcome(final.mean, final.observation_variance, row, solve, final.variance_check)
+    return Outcome(found.mean, found.observation_variance, row, solve, found.variance_check)
