@@ -8,7 +8,6 @@ import torch
 
 from sketchgp.cli.demo import evaluate_defaults, watch_linear_cg
 from sketchgp.cli.regression import (
-    KERNELS,
     Regression,
     Row,
     Scaling,
@@ -20,6 +19,7 @@ from sketchgp.cli.regression import (
     true_residual,
 )
 from sketchgp.errors import InputError
+from sketchgp.kernels import BY_NAME
 from sketchgp.plotting.models import within
 
 
@@ -98,7 +98,7 @@ def test_scaling_refuses_what_cannot_be_scaled():
         Scaling.of(torch.tensor([[1e300], [-1e300]]).double(), torch.tensor([0.0, 1.0]).double(), "price")
 
 
-@pytest.mark.parametrize("kernel", list(KERNELS))
+@pytest.mark.parametrize("kernel", list(BY_NAME))
 def test_copy_keeps_hyperparameters_and_takes_other_rows(kernel):
     model = make(kernel=kernel)
     model.covar_module.outputscale = 2.5

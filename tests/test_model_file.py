@@ -16,8 +16,9 @@ from sketchgp import tensor_file
 from sketchgp.cli import main
 from sketchgp.cli.columns import MARKS
 from sketchgp.cli.features import Feature
-from sketchgp.cli.regression import KERNELS, Regression, Scaling
+from sketchgp.cli.regression import Regression, Scaling
 from sketchgp.errors import InputError
+from sketchgp.kernels import BY_NAME
 from sketchgp.saved_model import FORMAT, VERSION, SavedModel, read_model, save_model
 
 
@@ -37,7 +38,7 @@ def make(kernel="matern52", dtype=torch.float32, n=12, d=3):
     return SavedModel(model, weights, kernel, features, "price", scaling, fill, "mean", ("n.d.",))
 
 
-@each("kernel", list(KERNELS))
+@each("kernel", list(BY_NAME))
 @each("dtype", [torch.float32, torch.float64])
 def test_round_trip(tmp_path, kernel, dtype):
     saved = make(kernel, dtype)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from gpytorch.constraints import Interval
-from gpytorch.kernels import Kernel
+from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, RQKernel
 from gpytorch.priors import Prior
 from torch import Tensor
 
@@ -120,3 +120,13 @@ class ArcCosineKernel(Kernel):
         else:
             result = 3 * sine * cosine + rest * (1 + 2 * cosine.square())
         return size**self.order * result / math.pi
+
+
+BY_NAME: dict[str, Callable[..., Kernel]] = {  # without an output scale
+    "rbf": RBFKernel,
+    "matern12": lambda **options: MaternKernel(nu=0.5, **options),
+    "matern32": lambda **options: MaternKernel(nu=1.5, **options),
+    "matern52": lambda **options: MaternKernel(nu=2.5, **options),
+    "laplacian": LaplaceKernel,
+    "rational_quadratic": RQKernel,
+}

@@ -40,7 +40,7 @@ class SavedModel:
 
     :param model: the GP, in eval mode, conditioned on the training rows.
     :param weights: ``(K + noise I)^-1 (y - mean)``, ``(n,)``, so that a mean needs no new solve.
-    :param kernel: name of the kernel, a key of ``regression.KERNELS``.
+    :param kernel: name of the kernel, a key of :data:`sketchgp.kernels.BY_NAME`.
     :param features: the columns, in the order of the model's inputs.
     :param target: column name.
     :param scaling: of the inputs and the target.

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import InputError
+from ..kernels import BY_NAME
 from ..solvers import ASkotch, Cholesky, ConjugateGradients, EigenPro2, FullProblem, Skotch, Solver
 from ..tensor_file import is_stream, replacing
 from .columns import MARKS
 from .features import MISSING, UNKNOWN
-from .regression import KERNELS
 from .tables import Source, Text, open_table
 
 SOLVERS: dict[str, Solver[FullProblem] | str] = {
@@ -102,7 +102,7 @@ _COMMANDS: dict[str, tuple[str, _Options]] = {
                 "missing values: end with an error (the default), leave the row out, or take the column's mean",
                 {"choices": MISSING, "default": "error"},
             ),
-            "--kernel": ("(%(default)s)", {"choices": list(KERNELS), "default": "matern52"}),
+            "--kernel": ("(%(default)s)", {"choices": list(BY_NAME), "default": "matern52"}),
             "--iterations": ("most steps of tuning (%(default)s)", {"default": 500, **_COUNT}),
             "--subset": ("most rows to tune on (%(default)s)", {"default": 2000, **_COUNT}),
             "--solver": ("of the mean on all rows (%(default)s)", {"choices": list(SOLVERS), "default": "auto"}),

@@ -16,21 +16,15 @@ from torch import Tensor
 from ..accelerate import accelerate
 from ..errors import InputError
 from ..fit import fit
+from ..kernels import BY_NAME
 from ..plotting.models import within
-from ..predict import Prediction, predict
+from ..predict import predict
 from ..random_streams import generator
 from ..report import SolveReport, record_solves
 from ..settings import Variance
 
 _LEVELS = (0.5, 0.9, 0.95)  # of the intervals whose calibration is printed
 _ROWS = 256  # of the kernel matrix formed at a time
-
-KERNELS = {
-    "matern12": lambda d: gpytorch.kernels.MaternKernel(nu=0.5, ard_num_dims=d),
-    "matern32": lambda d: gpytorch.kernels.MaternKernel(nu=1.5, ard_num_dims=d),
-    "matern52": lambda d: gpytorch.kernels.MaternKernel(nu=2.5, ard_num_dims=d),
-    "rbf": lambda d: gpytorch.kernels.RBFKernel(ard_num_dims=d),
-}
 
 
 class Regression(gpytorch.models.ExactGP):
@@ -40,7 +34,7 @@ class Regression(gpytorch.models.ExactGP):
 
     :param x: training features, ``(n, d)``, standardised.
     :param y: training targets, ``(n,)``, standardised.
-    :param kernel: one of ``KERNELS``.
+    :param kernel: a key of :data:`sketchgp.kernels.BY_NAME`.
     :param lengthscale: to start from; None is the square root of d.
     """
 
@@ -49,7 +43,7 @@ class Regression(gpytorch.models.ExactGP):
         least = gpytorch.constraints.GreaterThan(1e-5)
         super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood(noise_constraint=least))
         self.mean_module = gpytorch.means.ConstantMean()
-        self.covar_module = gpytorch.kernels.ScaleKernel(KERNELS[kernel](x.shape[-1]))
+        self.covar_module = gpytorch.kernels.ScaleKernel(BY_NAME[kernel](ard_num_dims=x.shape[-1]))
         # Standardised rows are about sqrt(2 d) apart: start with lengthscales of that order.
         self.covar_module.base_kernel.lengthscale = lengthscale or math.sqrt(x.shape[-1])
         self.covar_module.outputscale = 1.0
@@ -231,7 +225,7 @@ def tune(
 
     :param x: ``(n, d)``, standardised.
     :param y: ``(n,)``, standardised.
-    :param kernel: a key of ``KERNELS``.
+    :param kernel: a key of :data:`sketchgp.kernels.BY_NAME`.
     :param subset: number of rows to tune on; all when n is not larger.
     :param iterations: the most steps of L-BFGS.
     :param seed: of the subset and of the probes.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, RQKernel, ScaleKernel
+from gpytorch.kernels import Kernel, ScaleKernel
 from sklearn.utils import check_random_state
 from sklearn.utils._param_validation import HasMethods, Interval, InvalidParameterError, StrOptions
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import checks
 from ..errors import InputError
 from ..inducing_points import choose_inducing_points
-from ..kernels import LaplaceKernel
+from ..kernels import BY_NAME
 from ..memory import available_memory
 from ..preconditioners import RPCholesky
 from ..solvers import ConjugateGradients
@@ -40,15 +40,7 @@ DIRECT = 2000  # rows up to which a factorization is the fastest
 _EXACT = {"cpu": 20_000, "cuda": 100_000}  # rows that are solved for exactly by default
 _LEAST, _MOST = 500, 5000  # inducing points by default: 5 n^1/2 between these, and what memory holds
 _BYTES = 100  # times m^2
-KERNELS: dict[str, Callable[..., Kernel]] = {
-    "rbf": RBFKernel,
-    "matern12": lambda **options: MaternKernel(nu=0.5, **options),
-    "matern32": lambda **options: MaternKernel(nu=1.5, **options),
-    "matern52": lambda **options: MaternKernel(nu=2.5, **options),
-    "laplacian": LaplaceKernel,
-    "rational_quadratic": RQKernel,
-}
-_KIND = f"a gpytorch kernel or one of {', '.join(map(repr, KERNELS))}"
+_KIND = f"a gpytorch kernel or one of {', '.join(map(repr, BY_NAME))}"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -185,6 +177,6 @@ def own_kernel(owner: str, kernel: Any, x: Tensor) -> Kernel:
 
 
 def _named(owner: str, name: str) -> Callable[..., Kernel]:
-    if name not in KERNELS:
+    if name not in BY_NAME:
         raise checks.refusal(owner, "kernel", _KIND, name)
-    return KERNELS[name]
+    return BY_NAME[name]
