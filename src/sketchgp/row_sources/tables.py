@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,19 +134,14 @@ def _pieces(data: Any, names: list[str]) -> list[tuple[int, Callable[[], Any]]]:
     if hasattr(data, "num_rows"):
         table = data.select(names)
         return [(table.num_rows, lambda: table)]
-    result = []
+    result: list[tuple[int, Callable[[], Any]]] = []
     for fragment in data.get_fragments():
-        if not hasattr(fragment, "split_by_row_group"):
-            result.append((fragment.count_rows(), _reader(fragment, data.schema, names)))
-            continue
-        for part in fragment.split_by_row_group():
-            rows = sum(group.num_rows for group in part.row_groups)
-            result.append((rows, _reader(part, data.schema, names)))
+        grouped = hasattr(fragment, "split_by_row_group")
+        for part in fragment.split_by_row_group() if grouped else [fragment]:
+            rows = sum(group.num_rows for group in part.row_groups) if grouped else part.count_rows()
+            read = partial(part.to_table, schema=data.schema, columns=names, use_threads=False)
+            result.append((rows, read))
     return result
-
-
-def _reader(part: Any, schema: Any, names: list[str]) -> Callable[[], Any]:
-    return lambda: part.to_table(schema=schema, columns=names, use_threads=False)
 
 
 def _dtype_of(kind: Any) -> np.dtype[Any]:
