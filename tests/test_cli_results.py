@@ -14,13 +14,11 @@ from sketchgp.cli.regression import (
     calibration,
     copy_hyperparameters,
     format_table,
-    negative_log_density,
-    rmse,
     true_residual,
 )
 from sketchgp.errors import InputError
 from sketchgp.kernels import BY_NAME
-from sketchgp.plotting.models import within
+from sketchgp.plotting.models import negative_log_density, rmse, within
 
 
 def make(n=60, d=2, kernel="matern52", dtype=torch.float64):

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ..accelerate import accelerate
 from ..errors import InputError
-from ..plotting.models import draw_calibration
+from ..plotting.models import draw_calibration, rmse
 from ..preconditioners import RPCholesky
 from ..saved_model import SavedModel, save_model
 from ..style import COLORS, finish, new_figure
 from .columns import Rules, Table
 from .features import Feature, learn, summary, training_inputs, without_missing
 from .options import SOLVERS, Output, claim, notation, opened
-from .regression import Outcome, Regression, Row, Scaling, calibration, evaluate, format_table, rmse, split_rows, tune
+from .regression import Outcome, Regression, Row, Scaling, calibration, evaluate, format_table, split_rows, tune
 from .tables import Source
 
 _POINTS, _INTERVALS = 4000, 300  # points of the picture, and those that have their interval drawn

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ..accelerate import accelerate
 from ..models.accelerated.posterior import use_weights
+from ..plotting.models import negative_log_density, rmse
 from ..saved_model import SavedModel, expected, predict_rows, read_model
 from .columns import some
 from .options import Output, claim, notation, opened
-from .regression import calibration, negative_log_density, rmse
+from .regression import calibration
 
 _SHOWN = 10
 

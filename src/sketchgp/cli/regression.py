@@ -17,7 +17,7 @@ from ..accelerate import accelerate
 from ..errors import InputError
 from ..fit import fit
 from ..kernels import BY_NAME
-from ..plotting.models import within
+from ..plotting.models import negative_log_density, rmse, within
 from ..predict import predict
 from ..random_streams import generator
 from ..report import SolveReport, record_solves
@@ -102,17 +102,6 @@ class Scaling:
     def unscale_std(self, variance: Tensor) -> Tensor:
         """Return a standardised variance ``(m,)`` as a deviation in the units of the target, float64."""
         return variance.double().clamp_min(0).sqrt() * self.y_std
-
-
-def rmse(mean: Tensor, y: Tensor) -> float:
-    """Root mean squared error of a prediction ``(m,)``."""
-    return (mean.double() - y.double()).square().mean().sqrt().item()
-
-
-def negative_log_density(mean: Tensor, variance: Tensor, y: Tensor) -> float:
-    """Mean over the rows of -log N(y | mean, variance), in nats; all ``(m,)``, the noise in the variance."""
-    mean, variance, y = mean.double(), variance.double(), y.double()
-    return (0.5 * (2 * math.pi * variance).log() + 0.5 * (y - mean).square() / variance).mean().item()
 
 
 def calibration(mean: Tensor, std: Tensor, y: Tensor) -> str:

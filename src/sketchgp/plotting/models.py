@@ -179,12 +179,22 @@ def draw_calibration(ax: Any, mean: Tensor, variance: Tensor, y: Tensor) -> Any:
     ax.set_aspect("equal")
     ax.set_xlim(0, 1)
     ax.set_ylim(0, 1)
-    error = float((y - mean).square().mean().sqrt())
-    density = float((0.5 * (2 * math.pi * variance).log() + 0.5 * ((y - mean) / std).square()).mean())
-    title = f"RMSE {error:.4g}, negative log density {density:.3g} nats"
+    density = negative_log_density(mean, variance, y)
+    title = f"RMSE {rmse(mean, y):.4g}, negative log density {density:.3g} nats"
     finish(ax, title, "level of the central interval", "share of targets in it", legend=False)
     ax.legend(frameon=False, fontsize=9, loc="upper left")
     return ax
+
+
+def rmse(mean: Tensor, y: Tensor) -> float:
+    """Root mean squared error of a prediction ``(m,)``."""
+    return (mean.double() - y.double()).square().mean().sqrt().item()
+
+
+def negative_log_density(mean: Tensor, variance: Tensor, y: Tensor) -> float:
+    """Mean over the rows of -log N(y | mean, variance), in nats; all ``(m,)``, the noise in the variance."""
+    mean, variance, y = mean.double(), variance.double(), y.double()
+    return (0.5 * (2 * math.pi * variance).log() + 0.5 * (y - mean).square() / variance).mean().item()
 
 
 def within(mean: Tensor, std: Tensor, y: Tensor, levels: Tensor) -> Tensor:
