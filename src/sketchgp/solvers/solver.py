@@ -72,10 +72,8 @@ def check_solver(owner: str, solver: Any, known: tuple[type[Any], ...]) -> None:
     wanted = known[0].problem_type
     names = ", ".join(f"{one.__name__}()" for one in known)
     kind = f"'auto', one of {names}, or a solver of your own (sketchgp.solvers.Solver) of a {wanted.__name__}"
-    if isinstance(solver, type):
-        raise refusal(owner, "solver", kind, solver)
     missing = [name for name in ("problem_type", "name", "validate", "solve") if not hasattr(solver, name)]
-    if "solve" in missing:
+    if isinstance(solver, type) or "solve" in missing:
         raise refusal(owner, "solver", kind, solver)
     if missing:
         raise InputError(f"{owner}: solver expects {kind}; {found(solver)} has no {' and no '.join(missing)}.")

@@ -264,7 +264,11 @@ class InvertedBlocks(BlockMethod):
 
     def draw(self, generator: torch.Generator) -> tuple[Tensor, BlockInverse, float]:
         """Return rows ``(b,)`` of the next block, its inverse, and one over the probability of drawing it."""
-        rows, inverse, odds = self._drawn(generator)
+        if self.partition is None:
+            rows, inverse = self._fresh(generator)
+            odds = self.system.n / len(rows)
+        else:
+            rows, inverse, odds = self.partition.draw(self.tensors, generator)
         self.failed = inverse.failed
         return rows, inverse, odds
 
@@ -275,14 +279,10 @@ class InvertedBlocks(BlockMethod):
         """:raises NumericalError: if the block was not positive definite."""
         refuse(self.failed is not None and bool(answers[0]))
 
-    def _drawn(self, generator: torch.Generator) -> tuple[Tensor, BlockInverse, float]:
-        if self.partition is not None:
-            return self.partition.draw(self.tensors, generator)
+    def _fresh(self, generator: torch.Generator) -> tuple[Tensor, BlockInverse]:
         system, size, rest = self.system, self.block_size, self.tensors["rest"].cpu()
         sampling, rank = self.choices.sampling, self.choices.rank
         rows, self.tensors["rest"] = next_block(sampling, system.n, size, rest, generator, system.device)
         if self.shared is not None and not self.rank and rank != 0 and sampling == "shuffled":
-            inverse = self.shared.inverse(rows, self._following(size, generator), generator)
-        else:
-            inverse = block_inverse(system.square_block(rows), system.diagonal[rows, 0], rank, generator)
-        return rows, inverse, system.n / len(rows)
+            return rows, self.shared.inverse(rows, self._following(size, generator), generator)
+        return rows, block_inverse(system.square_block(rows), system.diagonal[rows, 0], rank, generator)
