@@ -208,6 +208,8 @@ class Progress:
     :ivar seconds: since the start, set-up and earlier runs of a resumed solve included.
     :ivar residual: relative residual of each column ``(t,)``, as the solver estimates it while it runs.
     :ivar held_out: root mean square error of each column on the held-out points; None where there are none.
+    :ivar weights: function that returns the present W, ``(n, t)`` or ``(m, t)``, float64; inside ``sharded()`` it is
+        called on all ranks.
     """
 
     iteration: int
@@ -216,8 +218,4 @@ class Progress:
     seconds: float
     residual: Tensor
     held_out: Tensor | None
-    _weights: Callable[[], Tensor] = field(repr=False)
-
-    def weights(self) -> Tensor:
-        """The present W, ``(n, t)`` or ``(m, t)``, float64; inside ``sharded()`` it is asked for on all ranks."""
-        return self._weights()
+    weights: Callable[[], Tensor] = field(repr=False)
