@@ -26,7 +26,6 @@ from sketchgp import (
 from sketchgp.operators.fast_tiles import Distances
 from sketchgp.operators.tall import TallMatrix
 from sketchgp.preconditioners.krill import SparseSignEmbedding, distinct, krill_preconditioner, sketch_rows
-from sketchgp.solvers.inducing.falkon import falkon_preconditioner
 from sketchgp.solvers.inducing.split_gradients import SplitGradients
 
 N, M = 300, 40
@@ -233,7 +232,8 @@ def test_falkons_preconditioner(counts):
     stands = stands * (problem.level / problem.noise).mean()
     kzz = matrix.kzz
     dense = kzz @ stands.diag() @ kzz + problem.level * kzz
-    assert relative(_applied(falkon_preconditioner(matrix, counts), dense), torch.eye(M).double()) < 1e-8
+    built = Falkon(counts=counts).preconditioner(matrix, problem.y)
+    assert relative(_applied(built, dense), torch.eye(M).double()) < 1e-8
 
 
 # --- solutions ------------------------------------------------------------------------------------------------

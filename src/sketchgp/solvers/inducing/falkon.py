@@ -65,31 +65,21 @@ class Falkon(NormalEquationsSolver):
         return 48 * problem.m**2
 
     def preconditioner(self, matrix: NormalMatrix, targets: Tensor) -> TriangularFactors:
-        """Falkon's, of one normal matrix."""
-        return falkon_preconditioner(matrix, None if self.counts is None else self.counts.to(matrix.kzz))
+        """``P = Kzz diag(counts) Kzz + level Kzz``, for Kzx Kxz as if every point were one of the inducing points.
+
+        ``T^T T = Kzz + shift I`` and ``A^T A = T diag(counts) T^T + level I`` give ``P = (A T)^T (A T)``: two Cholesky
+        factorizations and one product of m x m matrices, float64.  The shift, the unit roundoff times the trace, is in
+        the preconditioner only and does not change the problem.
+        """
+        kzz, m, n = matrix.kzz, matrix.shape[-1], matrix.tall.shape[0]
+        counts = kzz.new_full((m,), n / m) if self.counts is None else self.counts.to(kzz)
+        weights = matrix.tall.weights
+        if weights is not None:
+            counts = counts * weights.square().mean()
+        root = root_of(matrix)
+        inner = (root * counts) @ root.mT
+        inner.diagonal().add_(matrix.level)
+        return TriangularFactors([shifted_cholesky(inner, torch.finfo(torch.float64).eps).mT, root])
 
     def _words(self, problem: InducingPointProblem) -> tuple[str, str]:
         return "two factors of the inducing points", ", or use KRILL(), whose preconditioner is made from the data"
-
-
-@torch.no_grad()
-def falkon_preconditioner(matrix: NormalMatrix, counts: Tensor | None = None) -> TriangularFactors:
-    """``P = Kzz diag(counts) Kzz + level Kzz``, for Kzx Kxz as if every point were one of the inducing points.
-
-    ``T^T T = Kzz + shift I`` and ``A^T A = T diag(counts) T^T + level I`` give ``P = (A T)^T (A T)``: two Cholesky
-    factorizations and one product of m x m matrices, float64.  The shift, the unit roundoff times the trace, is in the
-    preconditioner only and does not change the problem.
-
-    :param counts: ``(m,)`` positive, how many points each inducing point stands for; None is n / m each, right for
-        points that were drawn uniformly.
-    """
-    kzz, m, n = matrix.kzz, matrix.shape[-1], matrix.tall.shape[0]
-    if counts is None:
-        counts = kzz.new_full((m,), n / m)
-    weights = matrix.tall.weights
-    if weights is not None:
-        counts = counts * weights.square().mean()
-    root = root_of(matrix)
-    inner = (root * counts) @ root.mT
-    inner.diagonal().add_(matrix.level)
-    return TriangularFactors([shifted_cholesky(inner, torch.finfo(torch.float64).eps).mT, root])
