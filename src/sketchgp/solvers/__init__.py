@@ -8,11 +8,12 @@ from .full.conjugate_gradients import ConjugateGradients
 from .full.eigenpro2 import EigenPro2
 from .full.refinement import BlockMethod
 from .full.skotch import Skotch
-from .inducing import InducingPointProblem, NormalEquationsSolver
 from .inducing.eigenpro import EigenPro3, EigenPro4
 from .inducing.falkon import Falkon
 from .inducing.krill import KRILL
+from .inducing.normal_equations import NormalEquationsSolver
 from .inducing.nystrom_pcg import NystromPCG
+from .inducing.problem import InducingPointProblem
 from .inducing.qr import QR
 from .inducing.sketchysaga import SketchySAGA
 from .loop import Progress

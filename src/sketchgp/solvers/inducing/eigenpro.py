@@ -72,6 +72,7 @@ class EigenProSolver(InducingPointSolver):
 
     # what "auto" chose, by the memory that was free, is in the checkpoint
     adjustable: ClassVar[tuple[str, ...]] = (*InducingPointSolver.adjustable, "projection")
+    _budget: ClassVar[str] = "epochs"
     advice: ClassVar[str] = "Choose projection='exact', a larger subsample_size, or a smaller step_scale."
 
     epochs: int = 10
@@ -114,9 +115,6 @@ class EigenProSolver(InducingPointSolver):
         """Return T, the batches between two projections."""
         raise NotImplementedError
 
-    def _work(self) -> float:
-        return self.epochs
-
     def _method(self, problem: InducingPointProblem) -> Epochs:
         stream = generator(self.seed, "EigenPro 3 and 4: rows")
         x, y, batch = self._first_points(problem, stream)
@@ -153,12 +151,6 @@ class EigenProSolver(InducingPointSolver):
         most = _FURTHER * wanted
         return torch.cat(xs)[:most], torch.cat(ys)[:most], len(xs[0])
 
-    def _subsample_size(self, count: int) -> int:
-        """s, of ``count`` points that are at hand."""
-        if self.subsample_size is not None:
-            return min(self.subsample_size, count)
-        return min(count, max(self.rank or 0, min(self._wanted, max(1, count // 2))))
-
     @property
     def _wanted(self) -> int:
         """s, where there are as many points."""
@@ -172,7 +164,7 @@ class EigenProSolver(InducingPointSolver):
         """
         commuting = self.preconditioner == "projected"
         if not commuting or isinstance(projection, ExactProjection):
-            size = self._subsample_size(len(x))
+            size = min(len(x), self.subsample_size or max(self.rank or 1, min(self._wanted, len(x) // 2)))
             subsample, others, rows = x[:size], x[size:], None
         else:
             size = min(problem.m, self._wanted)

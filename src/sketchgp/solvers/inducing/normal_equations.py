@@ -36,6 +36,7 @@ class NormalEquationsSolver(InducingPointSolver):
     """
 
     adjustable: ClassVar[tuple[str, ...]] = (*InducingPointSolver.adjustable, "max_iterations")
+    _budget: ClassVar[str] = "max_iterations"
     _stored: ClassVar[bool] = True  # whether Kzz is
     _predictions: ClassVar[bool] = False  # whether tol is of the error of predictions, not of the residual
 
@@ -84,9 +85,6 @@ class NormalEquationsSolver(InducingPointSolver):
 
     def _memory_kept(self, problem: InducingPointProblem) -> AbstractContextManager[Any]:
         return enough_memory(*self._memory(problem))
-
-    def _work(self) -> float:
-        return self.max_iterations
 
     def _method(self, problem: InducingPointProblem) -> SplitGradients:
         _, y = problem.tensors(f"{self.name}()")

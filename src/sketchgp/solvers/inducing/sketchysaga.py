@@ -99,6 +99,7 @@ class SketchySAGA(InducingPointSolver):
     """
 
     adjustable: ClassVar[tuple[str, ...]] = (*InducingPointSolver.adjustable, "deviations", "max_epochs")
+    _budget: ClassVar[str] = "max_epochs"
 
     tol: float = 1e-4
     deviations: float = 0.3
@@ -125,9 +126,6 @@ class SketchySAGA(InducingPointSolver):
             raise InputError(
                 f"SketchySAGA(block_size={self.block_size}) exceeds the {len(x)} points; choose at most {len(x)}."
             )
-
-    def _work(self) -> float:
-        return self.max_epochs
 
     def _method(self, problem: InducingPointProblem) -> Saga:
         return Saga(problem, self)

@@ -24,6 +24,7 @@ class InducingPointSolver(Budgeted):
     """Base class of the iterative solvers of :class:`InducingPointProblem`; its parameters are those of all of them."""
 
     problem_type: ClassVar[type[InducingPointProblem]] = InducingPointProblem
+    _budget: ClassVar[str]  # the parameter that is one, in the method's unit
 
     def validate(self, problem: InducingPointProblem) -> None:
         """:raises InputError: for anything but an :class:`InducingPointProblem`, or where the choices do not fit it."""
@@ -31,10 +32,6 @@ class InducingPointSolver(Budgeted):
 
     def _method(self, problem: InducingPointProblem) -> Method:
         """Return the method at work on one problem, set up."""
-        raise NotImplementedError
-
-    def _work(self) -> float:
-        """Return the budget, in the method's unit."""
         raise NotImplementedError
 
     def _facts(self, problem: InducingPointProblem, method: Any) -> dict[str, Any]:
@@ -77,7 +74,7 @@ class InducingPointSolver(Budgeted):
         with self._memory_kept(problem), torch.no_grad():
             method = self._method(problem)
             value, report = self._execute(
-                method, self._work(), lambda: (self._checkpoint_marks(problem, method), {}),
+                method, getattr(self, self._budget), lambda: (self._checkpoint_marks(problem, method), {}),
                 lambda: self._facts(problem, method), began=began, **options,
             )  # fmt: skip
         conclude(report)
