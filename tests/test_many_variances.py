@@ -391,7 +391,7 @@ def test_few_training_points_are_compared(monkeypatch):
     """Nothing is approximated there, but rounding may do harm."""
     monkeypatch.setattr(Calibrated, "__call__", lambda self, x: 3 * self.low_rank(x))
     with pytest.warns(sketchgp.ConvergenceWarning, match="Variances by 'low_rank' are off"):
-        sketchgp.predict(build(n=40), TEST, variance="low_rank")
+        sketchgp.predict(build(n=25), TEST, variance="low_rank")
 
 
 def test_auto_looks_for_itself(many, monkeypatch):
