@@ -294,6 +294,16 @@ def test_a_small_residual_is_not_the_end(solver, noise):
     assert float((error.mT @ (kzz + tall.mT @ tall) @ error).sqrt()) < 0.1  # posterior deviations
 
 
+@pytest.mark.parametrize("seed", [15, 17, 20])
+def test_a_step_that_takes_nearly_all_is_not_the_last(seed):
+    """Crowded rows, and points that do not represent them: two eigenvalues are a billionth of the others."""
+    kernel, x, z = set_scales(RBFKernel(), 1.0, 0.5).double(), normal(3, 2, seed=seed), normal(5, 2, seed=99 - seed)
+    problem = InducingPointProblem(kernel, 0.05 * x, normal(3, 1, seed=seed + 20), 1e-7, z)
+    kzz, tall, *_ = _dense(problem)
+    error = Falkon().solve(problem).value - QR().solve(problem).value
+    assert float((error.mT @ (kzz + tall.mT @ tall) @ error).sqrt()) < 0.3  # posterior deviations
+
+
 @pytest.mark.parametrize("solver", [KRILL(), Falkon()], ids=lambda solver: type(solver).__name__)
 def test_directions_below_the_roundoff_of_the_matrix(solver):
     """Points on a short line and next to no noise: the normal equations alone do not hold what far predictions need."""

@@ -26,6 +26,7 @@ from ..recurrence import descend, least_ritz_value, turn
 
 _HARDLY = 0.25  # of the squared residual in the preconditioner's norm that a cycle left
 _LOST = 4.0  # of the squared residual, in the preconditioner's norm, over that of the recurrence
+_STEEP = 1e-4  # of the squared residual in the preconditioner's norm: what no ordinary step leaves of it
 _NEGLIGIBLE = 0.1  # of the tolerance
 
 
@@ -96,10 +97,9 @@ class SplitGradients(Cycles):
         self.true = self.current = self.residual
         self.energy = self.root.inverse_t(self.r).square().sum(dim=0)  # by the recurrence
         self.gained = (self.value * (self.b + self.r)).sum(dim=0)  # ||w*||_M^2 less the squared error
-        self.deviations = torch.full_like(self.norm, torch.inf)
+        self.deviations = torch.where(self.energy == 0, 0.0, torch.full_like(self.norm, torch.inf))
         self.start = self.before = torch.full_like(self.norm, torch.inf)
         self.cycling = False
-        self._settle()
         return self.residual
 
     def _roundoff(self) -> Tensor:
@@ -151,10 +151,6 @@ class SplitGradients(Cycles):
         """Return which columns are done: where tol is of the residual, predictions must not be far off either."""
         right = self.deviations <= self.right
         return right if self.predictions else right & (residual <= self.tol)
-
-    def _settle(self) -> None:
-        """Set the deviations of columns without any residual to zero."""
-        self.deviations = torch.where(self.energy == 0, 0.0, self.deviations)
 
     def _verify(self) -> Tensor:
         """Return the true residual of the present value, which is kept column by column where it is the best.
@@ -232,11 +228,13 @@ class SplitGradients(Cycles):
         taken = self.remaining.add(alpha * energy)
         self.coefficients.append(torch.stack([alpha, beta]))
         floor = self._roundoff()
-        estimate, rounded = (taken / level).sqrt(), following <= floor
+        # what a step leaves that took nearly all may lie in directions that no Ritz value has seen: one more then
+        steep = following < _STEEP * energy
+        estimate, rounded = (taken / level).sqrt().masked_fill(steep, torch.inf), following <= floor
         self.recurrence = following
         self.current = self.root.multiply_t(self.s).norm(dim=0) / self.norm
         self.energy = torch.where(usable, following, self.energy)
-        ending = rounded if self.predictions else self.current <= self.target
+        ending = rounded if self.predictions else (self.current <= self.target) & ~steep
         self._go_on(estimate, usable, rounded)
         fine, any_ending, going_on, self.current_on_cpu = fetched(
             finite, (usable & ending).any(), self.active.any(), self.current
@@ -258,8 +256,8 @@ class SplitGradients(Cycles):
         :param estimate: the distance of predictions, of columns that are ``usable``; :param rounded: columns that
             cannot be told from rounding.
         """
-        self.deviations = torch.where(usable, estimate, self.deviations)
-        self._settle()
+        deviations = torch.where(usable, estimate, self.deviations)
+        self.deviations = torch.where(self.energy == 0, 0.0, deviations)  # of columns without any residual
         self.active = usable & ~rounded & ((self.deviations > self.right) | (self.current > self.target))
 
     def _ridge(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
