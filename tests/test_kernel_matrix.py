@@ -188,6 +188,18 @@ def test_product_in_float32(name, shift, engine, many_tiles):
     assert float(error / (expected.norm() * rhs.norm())) < 1e-5
 
 
+@each("engine", ["dense", "tiled"])
+@each(("dtype", "subnormal"), [(torch.float32, 1e-40), (torch.float64, 1e-310)])
+def test_subnormal_numbers_count_as_zero(engine, dtype, subnormal):
+    """CPUs multiply them many times slower than other numbers."""
+    kernel = set_scales(RADIAL["rbf-ard"]().to(dtype))
+    rhs = torch.ones(131, 2, dtype=dtype)
+    rhs[:, 1] = subnormal
+    product = KernelMatrix.of(kernel, _inputs(0.0, dtype, True)[0], engine=engine)._matmul(rhs)
+    assert bool((product[:, 0] > 0).all())
+    assert not bool(product[:, 1].any())
+
+
 @each("name", ["rbf-ard", "matern12", "matern32", "matern52-ard", "rational-quadratic"])
 def test_dense_and_tiled_engines_agree(name, many_tiles):
     kernel = set_scales({**RADIAL, **GENERIC}[name]().double())
