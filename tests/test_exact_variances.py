@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpytorch import kernels
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from gpytorch.likelihoods import GaussianLikelihood, MultitaskGaussianLikelihood
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood, MultitaskGaussianLikelihood
 from torch import Tensor
 
 import sketchgp
@@ -211,4 +211,22 @@ def test_a_bound_outlives_rounding() -> None:
         root = torch.linalg.cholesky(matrix + likelihood.noise * torch.eye(110, dtype=torch.float64))
         half = torch.linalg.solve_triangular(root, cross, upper=False)
         expected = model.covar_module(z, diag=True) - half.square().sum(dim=0)
+    assert float(((found - expected).abs() / expected).max()) < 0.0101
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_diagonal_above_the_noise(dtype: Any) -> None:
+    """Copies of rows, whose differences K knows nothing of, and of which EigenPro takes the rest of the spectrum."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(40, 3, generator=generator, dtype=dtype).repeat(2, 1)
+    noise = 1e-4 * 10 ** torch.rand(80, generator=generator, dtype=dtype)
+    kernel = kernels.MaternKernel(2.5) + kernels.ConstantKernel()
+    kernel.kernels[0].lengthscale = 0.1
+    model = Plain(x, x[:, 0].sin(), FixedNoiseGaussianLikelihood(noise), kernel).to(dtype)
+    sketchgp.accelerate(model, preconditioner=sketchgp.NystromEigenPro())
+    with gpytorch.settings.max_cholesky_size(5), torch.no_grad():
+        found = model.eval()(x[:6]).variance
+        cross = kernel.double()(x.double(), x[:6].double()).to_dense()
+        matrix = kernel(x.double()).to_dense() + noise.double().diag()
+        expected = kernel(x[:6].double(), diag=True) - (cross * torch.linalg.solve(matrix, cross)).sum(dim=0)
     assert float(((found - expected).abs() / expected).max()) < 0.0101

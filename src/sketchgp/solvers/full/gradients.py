@@ -218,9 +218,8 @@ class Gradients(Cycles):
 
     def open(self) -> None:
         self.before, self.steps = self.residual, 0
-        self.target = self._aimed.clone()
         self.least_target = (0.0 if self.exact else _CYCLE_REDUCTION) * self.residual
-        self.target = torch.maximum(self.target, self.least_target)
+        self.target = torch.maximum(self._aimed, self.least_target)
         self.index, self.open_columns = torch.arange(self.b.shape[-1], device=self.b.device), None
         self.s, self.d = self.r.clone(), torch.zeros_like(self.b)
         self.p = self._precondition(self.s).clone()
@@ -369,13 +368,19 @@ class Gradients(Cycles):
         return torch.where(self.residual == 0, 0, (self.residual * self.norm).square() / least)
 
     def _least_eigenvalue(self) -> Tensor:
-        """Bound the eigenvalues of the preconditioned matrix from below, ``(..., 1)``; 0 where nothing is known."""
+        """Bound the eigenvalues of the preconditioned matrix from below, ``(..., 1)``; 0 where nothing is known.
+
+        A diagonal of P above the noise makes them small in directions that K has none of, where ``F F^T`` is below K,
+        or little above as that of a K which has moved.
+        """
         if self.goal is None:
             return torch.zeros_like(self.norm[..., :1])
         if self.preconditioner is None:
             return self.goal.least
-        unknown = self.certificate.factor is None
-        return torch.zeros_like(self.goal.least) if unknown else self.certificate.slack.clamp(min=0)
+        if self.certificate.factor is not None:
+            return self.certificate.slack.clamp(min=0)
+        share = (self.system.noise / self.preconditioner.diagonal_part).amin(dim=-1, keepdim=True)
+        return torch.where(share < 1, share, 0)
 
     def _follow_energy(self, taken: Tensor, least: Tensor, usable: Tensor, index: Tensor) -> None:
         """Count what an iteration took off the energy of its columns, and estimate what is still to come.
