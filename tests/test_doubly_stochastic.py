@@ -148,7 +148,7 @@ def test_steps_are_those_of_the_paper():
         phi, there = (torch.cat(learner.features.pairs(one, 4 * i, 4 * i + 4), dim=1) for one in (made, at))
         slope = phi.mT @ (on_data - Y) / N / 8
         on_data, f = ((1 - step * weight) * old - step * values @ slope for old, values in ((on_data, phi), (f, there)))
-        assert relative(learner.evaluate(at, learner.coefficients, learner.decay)[:, 0], f) < 1e-12
+        assert relative(learner.evaluate(at, learner.coefficients)[:, 0], f) < 1e-12
     phi = torch.cat(learner.features.pairs(made, 0, 4), dim=1)
     largest = torch.linalg.matrix_norm(phi, 2) ** 2 / phi.numel()
     assert learner.first_step == pytest.approx(1 / float(largest + weight))
@@ -411,6 +411,21 @@ def test_saved_and_loaded(variance):
     other.load_state_dict(model.state_dict())
     with pytest.raises(InputError, match="learned with another kernel, mean, likelihood or solver"):
         other(TEST)
+
+
+def test_a_state_of_version_0_2_is_read():
+    """Its coefficients are to be multiplied by a decay."""
+    solver = dataclasses.replace(SMALL, preconditioned=False)
+    model, loaded, old = gp(solver), gp(solver), gp(solver)
+    model.learn(X, Y)
+    loaded.set_extra_state(model.get_extra_state())
+    state = model.get_extra_state()
+    state["tensors"]["coefficients"] *= 2
+    state["numbers"]["decay"] = 0.5
+    old.set_extra_state(state)
+    for one in (loaded, old):
+        one.partial_fit(X[:30], Y[:30])
+    assert torch.equal(loaded(TEST).mean, old(TEST).mean)
 
 
 DAMAGED = {

@@ -256,7 +256,8 @@ class Streamed:
         features = RandomFeatures(self.covar_module, tensors["origin"], self.solver.seed)
         columns = tensors["average"].shape[2]
         learner = Learner(features, LOSSES[self.loss], self.solver, state["pairs"], state["total"], columns)
-        learner.coefficients, learner.average = tensors["coefficients"], tensors["average"]
+        learner.coefficients = tensors["coefficients"] * numbers.get("decay", 1.0)  # which version 0.2 saved
+        learner.average = tensors["average"]
         for name, value in numbers.items():
             setattr(learner, name, value)
         self._restarted(learner)

@@ -21,7 +21,6 @@ _RECENT = 3  # an average of k iterates gives the last one the weight (r + 1) / 
 _FIRST = 0.5  # preconditioned step, of a whole one
 _SETTLED_AFTER = 10.0  # sweeps over the features after which it has halved
 _DAMPED = 0.05  # of N / b times the mean diagonal of a block's matrix: the least ridge that a batch of b rows is met by
-_VANISHING = 1e-100  # of the decay, which is then multiplied into the coefficients
 _SETTLED = 2.0  # theta lambda of the paper's theorems, in (1, 2] or an integer
 
 Extra = Callable[[Tensor, Tensor], Tensor]  # points, their numbers -> more columns of targets
@@ -39,14 +38,14 @@ class Learner:
         ones at every step.
 
     :ivar more: gives further columns of targets, or None.
-    :ivar coefficients: ``(pairs, 2, c)`` float64, to be multiplied by ``decay``; :ivar average: of the iterates.
+    :ivar coefficients: ``(pairs, 2, c)`` float64; :ivar average: of the iterates.
     :ivar place: the next pair; :ivar steps: so far; :ivar visited: pairs that steps have changed so far, each time;
         :ivar taken: rows of all batches so far; :ivar rows: different ones, those of tensors all at once.
     :ivar mark: of the tensors that it learns from, or last did; :ivar first: the number of their first row.
     """
 
     counters = (
-        "decay", "place", "steps", "visited", "taken", "rows", "mark", "first", "first_step", "settles",
+        "place", "steps", "visited", "taken", "rows", "mark", "first", "first_step", "settles",
     )  # fmt: skip
     arrays = ("coefficients", "average")
 
@@ -58,7 +57,6 @@ class Learner:
         device = features.origin.device
         self.coefficients = torch.zeros(0, 2, columns, dtype=torch.float64, device=device)
         self.average = self.coefficients.clone()
-        self.decay = 1.0
         self.place = self.steps = self.visited = self.taken = self.rows = self.first = 0
         self.mark = ""
         self.first_step, self.settles = float("nan"), float("nan")  # of steps without preconditioner
@@ -110,7 +108,7 @@ class Learner:
         space = Space.of(len(x))
         own = space.span
         made = self.features.prepare(x[own])
-        f = self.evaluate(made, self.coefficients, self.decay)
+        f = self.evaluate(made, self.coefficients)
         which = self._pairs()
         phi = torch.cat(self.features.pairs(made, which.start, which.stop), dim=1)
         self.entries += phi.numel() + 2 * (len(x) - made.points) * (len(self.coefficients) + which.stop - which.start)
@@ -134,7 +132,7 @@ class Learner:
         self.visited += which.stop - which.start
         self.place = which.stop % self.total if self.total else which.stop
         weight = (_RECENT + 1) / (self.steps + _RECENT) if steady is None else 1.0
-        self.average.lerp_(self.coefficients * self.decay, weight)
+        self.average.lerp_(self.coefficients, weight)
         return losses
 
     def _slope(self, space: Space, phi: Tensor, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,15 +178,12 @@ class Learner:
 
     def _plain(self, which: slice, phi: Tensor, slope: Tensor, ridge: float, rows: int) -> None:
         """``f <- (1 - step lambda) f - step l'(f(x), y) k_j(x, .)`` with ``k_j`` the kernel of the features of the
-        step: Algorithm 1 of the paper.  The decay of all coefficients is one number."""
+        step: Algorithm 1 of the paper."""
         if self.first_step != self.first_step:
             self._choose_step(Space.of(rows).whole(phi), ridge)
         step = self.first_step / (1 + self.steps / self.settles)
-        self.decay *= 1 - step * ridge
-        if self.decay < _VANISHING:
-            self.coefficients *= self.decay
-            self.decay = 1.0
-        change = slope * (step / (len(slope) * self.decay))
+        self.coefficients *= 1 - step * ridge
+        change = slope * (step / len(slope))
         own = self.coefficients[which]
         self.coefficients[which] = own - change.reshape(2, len(own), self.columns).transpose(0, 1)
 
@@ -203,7 +198,7 @@ class Learner:
         calm = max(1.0, phi.shape[1] * (largest / max(mean, 1e-300)) ** 2)
         self.settles = min(_SETTLED / (self.first_step * ridge), calm) if ridge > 0 else calm
 
-    def evaluate(self, made: Made, coefficients: Tensor, decay: float = 1.0) -> Tensor:
+    def evaluate(self, made: Made, coefficients: Tensor) -> Tensor:
         """f at points ``(p, c)`` float64, by tiles of features; :param made: of the points."""
         p = made.points
         total = torch.zeros(p, coefficients.shape[2], dtype=torch.float64, device=coefficients.device)
@@ -214,7 +209,7 @@ class Learner:
             first, second = self.features.pairs(made, start, stop)
             total += torch.addmm(first @ a[:, 0], second, a[:, 1])
             self.entries += 2 * first.numel()
-        return total * decay
+        return total
 
 
 class _Newton:
