@@ -15,7 +15,7 @@ from ...operators.access import columns, terms
 from ...operators.substitution import cholesky_solve
 from ...report import SolveReport
 from ..certificate import Certificate
-from ..loop import Direct
+from ..loop import clock, concluded
 from ..problem import FullProblem, Solution, check_problem
 from ..system import System
 
@@ -54,17 +54,18 @@ class Cholesky:
     @torch.no_grad()
     def factorize(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport, Tensor]:
         """Return value and report of :meth:`run`, and the Cholesky factor of ``K + noise``, ``(..., n, n)`` float64."""
-        direct, n, b = Direct(), system.n, rhs.to(torch.float64)
+        began, n, b = clock(), system.n, rhs.to(torch.float64)
         with enough_memory(*_memory(n, system.batch_shape.numel(), rhs.device)):
             matrix, root = factorized(system)
-            direct.factorized()
+            factorized_at = clock()
             value = cholesky_solve(b, root).to(rhs.dtype)
             rounded = value.to(torch.float64)
             r, norm = b - matrix @ rounded, b.norm(dim=-2)
             residual = r.norm(dim=-2) / torch.where(norm > 0, norm, 1)
             bound: dict[str, Any] = Certificate(system, None).of(b, rounded, r)
-        report = direct.report(
-            residual, 1e-3, f"{system.dtype} cannot hold the solution; use a float64 model and data.",
+        report = concluded(
+            began, factorized_at, residual, 1e-3,
+            f"{system.dtype} cannot hold the solution; use a float64 model and data.",
             solver=self.name, size=n, n=n, work={"passes": 1.0},
             dtype=str(system.dtype).removeprefix("torch."), **bound,
         )  # fmt: skip

@@ -193,9 +193,8 @@ class EigenProSolver(InducingPointSolver):
         directions, projection, batch = method.model.directions, method.model.projection, method.block_size
         rank = directions.factor.shape[1]
         notes = ["the residual is that of training points, not of the normal equations"]
-        of_inducing = isinstance(directions.rows, Tensor)
+        kind = "inducing points" if isinstance(directions.rows, Tensor) else "points"
         for name in ("rank", "subsample_size"):
-            kind = "inducing points" if of_inducing else "points"
             notes += cut(name, getattr(self, name), directions.sampled, kind)
         details: dict[str, float | str] = {
             "block_size": batch,

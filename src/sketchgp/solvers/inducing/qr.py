@@ -13,7 +13,7 @@ from ...operators.tall import TallMatrix, tile_bytes
 from ...preconditioners import shifted_cholesky
 from ...preconditioners.krill import TriangularFactors
 from ..energy import moved_by_rounding
-from ..loop import Direct, require_finite
+from ..loop import clock, concluded, require_finite
 from ..problem import Solution
 from .problem import InducingPointProblem, check_inducing
 
@@ -51,19 +51,19 @@ class QR:
         :raises InputError: for a stream, noise 0, or too little memory.
         :raises NumericalError: where NaN appears.
         """
-        direct = Direct()
+        began = clock()
         self.validate(problem)
         _, y = problem.tensors("QR()")
         m = problem.m
         with enough_memory(*_memory(problem)), torch.no_grad():
             tall, kzz = problem.tall(accurate=True), problem.kzz()
             rhs, triangle, projected = _factorized(problem, tall, kzz, y)
-            direct.factorized()
+            factorized_at = clock()
             value = triangle.inverse(projected)
             r, norm = rhs - tall.gram(value)[0].addmm_(kzz, value, alpha=problem.level), rhs.norm(dim=0)
             moved, too_far = moved_by_rounding(triangle.inverse_t, value, kzz, problem.level)
-        report = direct.report(
-            r.norm(dim=0) / torch.where(norm > 0, norm, 1), 1e-6,
+        report = concluded(
+            began, factorized_at, r.norm(dim=0) / torch.where(norm > 0, norm, 1), 1e-6,
             "The points are nearly dependent; drop some, or raise the noise.", bool(too_far.any()), solver=self.name,
             size=m, n=len(y), work={"passes": tall.evaluated.entries / (len(y) * m)}, deviations=moved.cpu(),
         )  # fmt: skip

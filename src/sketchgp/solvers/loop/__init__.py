@@ -2,7 +2,7 @@
 
 from .by_epochs import ByEpochs
 from .checkpoint import Checkpoint, compare_ranks, solve_marks
-from .direct import Direct
+from .direct import concluded
 from .method import Method, Outcome, Progress, largest_of
 from .refined import Cycles, Refined, require_finite
 from .run import HeldOut, Run, clock
@@ -11,7 +11,6 @@ __all__ = [
     "ByEpochs",
     "Checkpoint",
     "Cycles",
-    "Direct",
     "HeldOut",
     "Method",
     "Outcome",
@@ -20,6 +19,7 @@ __all__ = [
     "Run",
     "clock",
     "compare_ranks",
+    "concluded",
     "largest_of",
     "require_finite",
     "solve_marks",
