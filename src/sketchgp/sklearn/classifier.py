@@ -107,14 +107,16 @@ class KernelClassifier(Estimator, ClassifierMixin, BaseEstimator):
         self.model_.learn(x, labels, progress=None if self.verbose else False)
         return self
 
-    def _scores(self, X: Any) -> Tensor:
-        """``(m, c)``."""
+    def _scores(self, X: Any, kind: str = "scores") -> Tensor:
+        """Return scores ``(m, c)``, or of a model of random features what its method ``kind`` says."""
         check_is_fitted(self)
         X = validate_data(self, numbers(_OWNER, X), dtype=TYPES, reset=False)
         if self.loss == "squared":
             return self.solution_.predict(X) + self._shares
+        parameter = next(self.model_.covar_module.parameters())
         with torch.no_grad():
-            return self.model_.scores(self._like_training(X))
+            scores: Tensor = getattr(self.model_, kind)(checks.copied(X, parameter.device, parameter.dtype))
+        return scores
 
     def decision_function(self, X: Any) -> Any:
         """The functions at X: ``(m, c)``, or of two classes ``(m,)``, that of the second less that of the first."""
@@ -129,13 +131,5 @@ class KernelClassifier(Estimator, ClassifierMixin, BaseEstimator):
     @available_if(_has_probabilities)
     def predict_proba(self, X: Any) -> Any:
         """Probabilities ``(m, c)`` of the classes, in the order of ``classes_``; not of the hinge loss."""
-        check_is_fitted(self)
-        if self.loss == "squared":
-            return self._codes.probabilities(self._scores(X).double()).cpu().numpy()
-        X = validate_data(self, numbers(_OWNER, X), dtype=TYPES, reset=False)
-        with torch.no_grad():
-            return self.model_.probabilities(self._like_training(X)).double().cpu().numpy()
-
-    def _like_training(self, X: Any) -> Tensor:
-        parameter = next(self.model_.covar_module.parameters())
-        return checks.copied(X, parameter.device, parameter.dtype)
+        found = self._scores(X, "probabilities").double()
+        return (self._codes.probabilities(found) if self.loss == "squared" else found).cpu().numpy()
