@@ -63,8 +63,7 @@ class Epochs(ByEpochs):
         self.scale, self.least = float("nan"), float("inf")
         self.end: float = choices.epochs
         self.cooling = (1 - choices.cooldown) * choices.epochs  # the epoch from which the step falls
-        self.squares = self.targets = torch.zeros(self.columns, dtype=torch.float64, device=self.device)
-        self.estimated: Tensor | None = None  # the estimate, on the CPU, after a step
+        self.squares = self.targets = torch.zeros(self.columns, dtype=torch.float64)
         self.whole = self.without_noise = False
 
     # --- steps ----------------------------------------------------------------------------------------------
@@ -87,8 +86,6 @@ class Epochs(ByEpochs):
         step = self.choices.step_scale * model.directions.step(self.largest, ridge) * self._cooled()
         self.waiting += 1
         g = model.step(x, y, step, step * b * ridge, last=self.waiting == self.delay)
-        self.squares = self.squares + g.square().sum(dim=0)
-        self.targets = self.targets + y.square().sum(dim=0)
         self._watch(g, y)
         if self.waiting == self.delay:
             self._project()
@@ -129,11 +126,10 @@ class Epochs(ByEpochs):
         return min(1.0, max(0.0, factor))
 
     def _watch(self, g: Tensor, y: Tensor) -> None:
-        """Residuals that grow far beyond those of the start and the targets are no noise."""
-        means = (g.square().mean(dim=0), y.square().mean(dim=0))
-        *largest, squares, targets = fetched(*means, self.squares, self.targets)
-        self.estimated = self.root_of_ratio(squares, targets)
-        mean, size = (largest_of(part) for part in largest)
+        """Add up squares; residuals that grow far beyond those of the start and the targets are no noise."""
+        squares, targets = fetched(g.square().sum(dim=0), y.square().sum(dim=0))
+        self.squares, self.targets = self.squares + squares, self.targets + targets
+        mean, size = (largest_of(part) / len(g) for part in (squares, targets))
         if self.scale != self.scale:
             self.scale = mean
         if not mean <= _DIVERGED * max(self.scale + size, torch.finfo(torch.float64).tiny):
@@ -154,7 +150,7 @@ class Epochs(ByEpochs):
 
     def estimate(self) -> Tensor:
         """``||f(x) - y|| / ||y||`` of each column over the epoch's batches, each before its own step."""
-        return self.root_of_ratio(self.squares, self.targets).cpu() if self.estimated is None else self.estimated
+        return self.root_of_ratio(self.squares, self.targets)
 
     def judge(self, held_out: Tensor | None) -> Reason | None:
         """Keep the best weights; after an epoch, see whether the next one is worth it."""
