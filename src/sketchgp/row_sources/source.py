@@ -141,10 +141,6 @@ class RowSource:
         """The source itself: there are no gradients."""
         return self
 
-    def clone(self) -> RowSource:
-        """The source itself: it is never written to."""
-        return self
-
     def __deepcopy__(self, memo: dict[int, Any]) -> RowSource:
         return self
 
