@@ -62,10 +62,10 @@ class Gradients(Cycles):
     """
 
     name = "ConjugateGradients"
-    saved = (
+    saved: tuple[str, ...] = (
         "value", "r", "residual", "rounded_residual", "best", "best_residual", "before", "current", "exact",
         "system.products", "cycling", "verified", "bounds", "index", "s", "d", "p", "sz", "active",
-        "target", "least_target", "least", "steps", "lanczos.coefficients", "warm", "predictions_seen",
+        "target", "least_target", "least", "steps", "lanczos.coefficients", "warm",
     )  # fmt: skip
     vectors = ("value", "r", "best", "s", "d", "p")
 
@@ -95,6 +95,7 @@ class Gradients(Cycles):
         self.asked: float | str = 1e-3 if goal is not None and isinstance(tol, str) else tol
         self._tol = torch.full_like(self.norm, 0.0 if isinstance(self.asked, str) else self.asked)
         self.predictions = self._predictions(followed) if isinstance(self.asked, str) else None
+        self.saved = Gradients.saved if self.predictions is None else (*Gradients.saved, "predictions.trail")
         self.lanczos = LanczosRecord(self.b, space, rhs.dtype, lanczos_columns, keep_vectors)
         self.watch = EigenvalueWatch(torch.zeros_like(self.norm))
         self.initial: Tensor | None = None
@@ -491,13 +492,3 @@ class Gradients(Cycles):
     @property
     def entries(self) -> float:
         return float(self.system.products) * self.size**2
-
-    @property
-    def predictions_seen(self) -> list[Tensor]:
-        """Predictions that were followed so far, for a checkpoint."""
-        return [] if self.predictions is None else self.predictions.trail
-
-    @predictions_seen.setter
-    def predictions_seen(self, parts: list[Tensor]) -> None:
-        if self.predictions is not None:
-            self.predictions.trail = parts

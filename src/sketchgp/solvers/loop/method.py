@@ -101,7 +101,9 @@ class Method:
 
     def _set(self, name: str, value: Any) -> None:
         *owners, last = name.split(".")
-        setattr(attrgetter(".".join(owners))(self) if owners else self, last, value)
+        owner = attrgetter(".".join(owners))(self) if owners else self
+        if owner is not None:  # a part that only other choices have
+            setattr(owner, last, value)
 
     def begin(self, initial: Tensor | None) -> Tensor:
         """Set the iterate to a starting point ``(size, columns)``, or to 0; returns the relative residual ``(t,)``."""
