@@ -107,22 +107,16 @@ class ConjugateGradients(FullSolver):
         if choice is not None:
             instance(owner, "preconditioner", choice, Preconditioner, "a choice such as RPCholesky(), None or 'auto'")
         options = self._full_options(problem, matmul, initial, callback, held_out, progress)
-        began, system, built = clock(), problem.system(matmul), None
+        began, system, built, notes = clock(), problem.system(matmul), None, []
         if choice is not None:
             choice.validate(system.n)
             choice = choice.resolved(Access(system.operator), system.noise)
             built = choice.build(system.operator, system.noise)
+            options |= {"name": choice.name, "below": choice.below}
+            notes = [choice.note(system.n)]
         columns = problem.y.reshape(system.n, -1)
-        value, report, _ = self.run(
-            system,
-            columns,
-            built,
-            name=choice.name if choice is not None else "none",
-            below=choice is not None and choice.below,
-            setup_seconds=clock() - began,
-            **options,
-        )
-        report.notes += filter(None, [choice.note(system.n) if choice is not None else ""])
+        value, report, _ = self.run(system, columns, built, setup_seconds=clock() - began, **options)
+        report.notes += filter(None, notes)
         return Solution(value.reshape(problem.y.shape), report, problem)
 
     def run(
