@@ -206,13 +206,9 @@ class Model:
                 parts[-2:] = [torch.cat(parts[-2:])]
 
     def _shrink(self, factor: float) -> None:
-        self.base *= factor
-        self.correction *= factor
-        self.h *= factor
-        if self.h_points is not None:
-            self.h_points *= factor
-        for weights in self.weights:
-            weights *= factor
+        for part in (self.base, self.correction, self.h, self.h_points, *self.weights):
+            if part is not None:
+                part.mul_(factor)
 
     @torch.no_grad()
     def project(self) -> None:
