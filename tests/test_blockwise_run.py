@@ -554,8 +554,8 @@ def test_held_out_errors_take_a_tenth_of_the_work(steps):
 @each(
     ("x", "y", "message"),
     [
-        (points(5, 2), normal(5, 2), "held_out points expect 3 features"),
-        (points(5).float(), normal(5, 2), "held_out points expect 3 features"),
+        (points(5, 2), normal(5, 2), "held_out points expects 3 features"),
+        (points(5).float(), normal(5, 2), "held_out points expects 3 features"),
         (points(5), normal(4, 2), "held_out targets expect"),
         (points(5), normal(5), "held_out targets expect"),
         (points(5)[0], normal(5, 2), "held_out points expects shape"),

@@ -1146,8 +1146,8 @@ def test_refuses_starting_points_of_another_shape(kind):
 def test_refuses_held_out_data_that_does_not_fit(kind):
     problem, x, y = _problem(), points(7, seed=5), normal(7)
     for held_out, message in (
-        ((x[:, :2], y), "held_out points expect 3 features in torch.float64"),
-        ((x.float(), y), "held_out points expect 3 features in torch.float64"),
+        ((x[:, :2], y), "held_out points expects 3 features, torch.float64"),
+        ((x.float(), y), "held_out points expects 3 features, torch.float64"),
         ((x[0], y), "held_out points expects shape"),
         ((x, y[:6]), "held_out targets expect"),
         ((x, y.unsqueeze(1)), "held_out targets expect"),

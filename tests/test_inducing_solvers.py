@@ -437,9 +437,9 @@ def _wrong(**changes):
     [
         ({"kernel": "rbf"}, "gpytorch kernel"),
         ({"kernel": RBFKernel(batch_shape=torch.Size([2]))}, "batch_shape"),
-        ({"x": points(9)[:, :2]}, "as many features"),
+        ({"x": points(9)[:, :2]}, "3 features, torch.float64 on cpu, as inducing_points; got 2 features"),
         ({"inducing_points": points(4).float()}, "kernel has dtype"),
-        ({"inducing_points": points(4).float(), "kernel": RBFKernel()}, "one dtype and device"),
+        ({"inducing_points": points(4).float(), "kernel": RBFKernel()}, "as inducing_points; got"),
         ({"inducing_points": points(4)[:0]}, "at least one row"),
         ({"inducing_points": points(4) / 0}, "inducing_points holds NaN"),
         ({"inducing_points": [[1.0]]}, "inducing_points expects a tensor"),
@@ -468,8 +468,8 @@ def test_problems_that_do_not_fit(changes, message):
         ([points(9)], r"Batch 0 .* not a pair"),
         ([(points(9), normal(9)), (points(9), normal(8))], "one row per row"),
         ([(points(9), normal(9)), (points(9) / 0, normal(9))], "x of batch 1 holds NaN"),
-        ([(points(9).float(), normal(9).float())], "x of batch 0 and inducing_points expect one dtype"),
-        ([(points(9)[:, :1], normal(9))], "x of batch 0 and inducing_points expect as many features"),
+        ([(points(9).float(), normal(9).float())], "x of batch 0 expects 3 features, torch.float64"),
+        ([(points(9)[:, :1], normal(9))], "x of batch 0 expects 3 features, torch.float64"),
     ],
 )
 def test_streams_that_do_not_fit(batches, message):

@@ -480,7 +480,7 @@ def test_choices_that_make_no_sense(choices, message):
         ({"block_size": 401}, {}, "SketchySAGA(block_size=401) exceeds the 400 points; choose at most 400"),
         ({}, {"initial": torch.zeros(39)}, "initial expects the solution's shape (40,), got (39,)"),
         ({}, {"initial": torch.full((40,), math.nan)}, "initial holds NaN"),
-        ({}, {"held_out": (torch.zeros(3, 2).double(), torch.zeros(3).double())}, "held_out points expect 3 features"),
+        ({}, {"held_out": (torch.zeros(3, 2).double(), torch.zeros(3).double())}, "held_out points expects 3 features"),
         ({}, {"held_out": (torch.zeros(3, 3).double(), torch.zeros(4).double())}, "held_out targets expect (3,)"),
     ],
 )

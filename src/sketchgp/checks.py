@@ -333,16 +333,24 @@ def pair(owner: str, value: Any, points: Any, columns: Sequence[int]) -> tuple[T
         raise refusal(owner, "held_out", "a pair of points and targets", value, optional=True)
     x = tensor(owner, "held_out points", value[0], (2,))
     y = tensor(owner, "held_out targets", value[1], (1, 2))
-    if x.shape[1] != points.shape[1] or x.dtype != points.dtype or x.device != points.device:
-        raise InputError(
-            f"{owner}: held_out points expect {points.shape[1]} features in {points.dtype} on {points.device}, got "
-            f"{x.shape[1]} in {x.dtype} on {x.device}."
-        )
+    same_points(owner, x, points, "held_out points", "the problem's points")
     if y.shape != (len(x), *columns):
         raise InputError(f"{owner}: held_out targets expect {(len(x), *columns)}, got {tuple(y.shape)}.")
     if y.device != x.device:
         raise InputError(f"{owner}: held_out targets expect to be on {x.device}, got them on {y.device}.")
     return x, y
+
+
+def same_points(owner: str, x: Any, others: Any, name: str = "x", whose: str = "before") -> None:
+    """:raises InputError: unless x ``(..., b, d)`` has the features, dtype and device of others.
+
+    :param whose: these are, in words.
+    """
+    if x.shape[-1] != others.shape[-1] or x.dtype != others.dtype or x.device != others.device:
+        raise InputError(
+            f"{owner}: {name} expects {others.shape[-1]} features, {others.dtype} on {others.device}, as {whose}; got "
+            f"{x.shape[-1]} features, {x.dtype} on {x.device}."
+        )
 
 
 def variances(owner: str, name: str, value: Any, x: Any, *, zero: bool = False) -> Tensor:

@@ -14,7 +14,7 @@ from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihoo
 from torch import Tensor
 
 from .cards import Card, choice, several, shape, tensor_kind
-from .checks import count, inputs, instance, points_like, tensor, word
+from .checks import count, inputs, instance, points_like, same_points, tensor, word
 from .errors import ConvergenceWarning, InputError, NumericalError, warn
 from .fingerprint import Held, data_key, module_key, tensor_key
 from .inference.collapsed import Collapsed
@@ -44,10 +44,9 @@ from .row_sources import RowSource, whole_or_source, whole_targets
 from .settings import free_memory, memory_budget
 from .solvers import INDUCING_POINT_SOLVERS, InducingPointProblem, Solution, Solver
 from .solvers.automatic import automatic_inducing_solver
-from .solvers.inducing.problem import InducingPoints, check_points, plain_points
+from .solvers.inducing.problem import InducingPoints, plain_points
 from .solvers.problem import check_data, check_kernel
 from .solvers.solver import check_solver, solve_checked
-from .solvers.streams.problem import same_points
 
 _ROWS = 8192  # points that are predicted at once
 _LEFT_OUT = 4096  # points that are left out at once
@@ -134,7 +133,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         train_x, z = (t.unsqueeze(-1) if torch.is_tensor(t) and t.dim() == 1 else t for t in (train_x, z))
         check_kernel(owner, kernel)
         check_data(owner, kernel, train_x, train_y, ("train_x", "train_y"))
-        check_points(owner, "train_x", train_x, tensor(owner, "inducing_points", z, (2,)))
+        same_points(owner, train_x, tensor(owner, "inducing_points", z, (2,)), "train_x", "inducing_points")
         InducingPointProblem(kernel, train_x, train_y, 1.0, z)  # refuses what does not fit
         super().__init__(train_x, train_y, likelihood)
         self.mean_module, self.covar_module, self.solver = mean, kernel, solver

@@ -17,7 +17,7 @@ from ..report import SolveReport
 from ..solvers.loop import Progress, compare_ranks
 from ..solvers.streams.doubly_stochastic import DoublyStochastic
 from ..solvers.streams.learner import Learner
-from ..solvers.streams.problem import LOSSES, Batch, Labels, RandomFeatureProblem, Targets, same_points
+from ..solvers.streams.problem import LOSSES, Batch, Labels, RandomFeatureProblem, Targets
 
 _ROWS = 2048  # points at once
 
@@ -121,7 +121,7 @@ class Streamed:
             points, y = problem.x, problem.y
             assert torch.is_tensor(points) and y is not None
             learner = self._learner_for(problem, rows, one=True)
-            same_points(owner, points, learner.features.origin)
+            checks.same_points(owner, points, learner.features.origin)
             own = problem.targets.encode(owner, y, points)
             compare_ranks(owner, lambda: {"the batch": tensor_mark(points, y)})
             places = learner.rows + torch.arange(len(own), device=own.device)
@@ -196,7 +196,7 @@ class Streamed:
         checks.inputs(owner, "x", x)
         if not bool(torch.isfinite(x).all()):
             raise InputError(f"{owner}: x holds NaN or infinity.")
-        same_points(owner, x, learner.features.origin)
+        checks.same_points(owner, x, learner.features.origin)
         return learner, x
 
     def _values(self, learner: Learner, x: Tensor, columns: slice = slice(None)) -> Tensor:

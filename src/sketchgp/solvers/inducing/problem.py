@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import instance, tensor, variances
+from ...checks import instance, same_points, tensor, variances
 from ...errors import InputError
 from ...memory import require_memory
 from ...operators import KernelMatrix
@@ -102,7 +102,7 @@ class InducingPointProblem:
         if self.y is None:
             raise InputError(f"{owner}: y expects the targets, as x is a tensor; got None.")
         check_data(owner, self.kernel, self.x, self.y)
-        check_points(owner, "x", self.x, z)
+        same_points(owner, self.x, z, "x", "inducing_points")
         noise = variances(owner, "noise", self.noise, self.x, zero=True)
         first = float(noise[0])
         if bool((noise == first).all()):
@@ -183,7 +183,7 @@ class InducingPointProblem:
             except (TypeError, ValueError):
                 raise InputError(f"Batch {number} of the stream is not a pair (x, y).") from None
             owner, names = "InducingPointProblem", (f"x of batch {number}", f"y of batch {number}")
-            check_points(owner, names[0], tensor(owner, names[0], x, (2,)), self.inducing_points)
+            same_points(owner, tensor(owner, names[0], x, (2,)), self.inducing_points, names[0], "inducing_points")
             check_data(owner, self.kernel, x, y, names)
             found_columns = y[0].numel()
             columns = found_columns if columns is None else columns
@@ -228,16 +228,3 @@ def check_inducing(owner: str, problem: Any) -> None:
         " For all points use ConjugateGradients(), ASkotch() or Cholesky()." if hasattr(problem, "noise_vector") else ""
     )
     instance(owner, "problem", problem, InducingPointProblem, "an InducingPointProblem", hint)
-
-
-def check_points(owner: str, name: str, x: Tensor | RowSource, z: Tensor) -> None:
-    """:raises InputError: where inputs x are not like the inducing points z."""
-    if x.shape[-1] != z.shape[-1]:
-        raise InputError(
-            f"{owner}: {name} and inducing_points expect as many features: {x.shape[-1]} and {z.shape[-1]}."
-        )
-    if x.dtype != z.dtype or x.device != z.device:
-        raise InputError(
-            f"{owner}: {name} and inducing_points expect one dtype and device, got {x.dtype} on {x.device} and "
-            f"{z.dtype} on {z.device}."
-        )

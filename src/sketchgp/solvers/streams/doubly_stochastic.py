@@ -28,7 +28,7 @@ from ..loop import HeldOut, Progress, clock, compare_ranks, solve_marks
 from ..problem import Solution
 from .learner import Learner
 from .learning import Learning
-from .problem import LOSSES, Labels, RandomFeatureProblem, Targets, same_points
+from .problem import LOSSES, Labels, RandomFeatureProblem, Targets
 
 _LEAST, _MOST = 2048, 16384  # automatic features
 _OF_ROWS = 32  # times n^1/2
@@ -222,7 +222,7 @@ class DoublyStochastic(Budgeted):
         if not isinstance(held_out, tuple | list) or len(held_out) != 2:
             raise checks.refusal(owner, "held_out", "a pair of points and targets", held_out, True)
         x, y = problem.checked(f"{owner}: held_out", *held_out)
-        same_points(f"{owner}: held_out", x, learner.features.origin)
+        checks.same_points(f"{owner}: held_out", x, learner.features.origin)
         targets, space = problem.targets, Space.of(len(x))  # each rank evaluates its own rows
         made = learner.features.prepare(x[space.span])
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checks import same_points
 from ...devices import sent
 from ...errors import NumericalError
 from ...fingerprint import row_numbers
@@ -16,7 +17,7 @@ from ...random_streams import generator
 from ...report import Reason
 from ..loop import ByEpochs, Outcome
 from .learner import Learner
-from .problem import Batch, Labels, RandomFeatureProblem, same_points
+from .problem import Batch, Labels, RandomFeatureProblem
 
 _WINDOW = 32  # the most batches between two estimates
 _DIVERGED = 100.0  # loss of a window, over that of f = 0

@@ -294,14 +294,5 @@ class RandomFeatureProblem:
                 continue
             x, y = self.checked(owner, *pair)
             first = x if first is None else first
-            same_points(owner, x, first)
+            checks.same_points(owner, x, first)
             yield x, y
-
-
-def same_points(owner: str, x: Tensor, first: Tensor) -> None:
-    """:raises InputError: unless x ``(..., b, d)`` has the features, dtype and device of those before."""
-    if x.shape[-1] != first.shape[-1] or x.dtype != first.dtype or x.device != first.device:
-        raise InputError(
-            f"{owner}: x expects {first.shape[-1]} features, {first.dtype} on {first.device}, as before; got "
-            f"{x.shape[-1]} features, {x.dtype} on {x.device}."
-        )
