@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -288,17 +289,21 @@ class _Column:
 
 def _series(name: str, values: Any) -> Any:
     """Return a column as a Series of pandas."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise InputError("pandas reads columns: python -m pip install 'sketchgp[cli]'") from error
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         values = (values.double() if values.is_floating_point() else values).numpy()
     try:
-        return pandas.Series(values)
+        return imported(f"column {name!r}", "pandas").Series(values)
     except ValueError as error:
         raise InputError(f"column {name!r}: expected one value a row ({error})") from error
+
+
+def imported(what: Any, module: str) -> Any:
+    """Return a module that reads something."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InputError(f"{what}: {error.name or module} reads it: python -m pip install 'sketchgp[cli]'") from error
 
 
 def _value(cell: Any, numeric: bool) -> Any:

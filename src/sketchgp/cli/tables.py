@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import csv
 import difflib
-import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .columns import Rules, Table, decide, some
+from .columns import Rules, Table, decide, imported, some
 
 __all__ = ["Source", "Text", "in_memory", "open_table"]
 
@@ -156,16 +155,9 @@ def _remedy(error: BaseException, kind: str, text: Text) -> str:
     return "; mend the lines, or leave out a title before the table with --skip-lines"
 
 
-def _imported(path: Path, module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise InputError(f"{path}: {error.name or module} reads it: python -m pip install 'sketchgp[cli]'") from error
-
-
 def _open_text(path: Path, text: Text) -> Source:
     """Return the columns of a text file, as text; pandas reads it, and refuses lines with too many cells."""
-    pandas = _imported(path, "pandas")
+    pandas = imported(path, "pandas")
     encoding = text.encoding or "utf-8-sig"
     with open(path, newline="", encoding=encoding) as file:
         separator = text.separator or _separator(path, [*islice(file, text.skip, text.skip + _SNIFFED)], text.comma)
@@ -206,8 +198,8 @@ def _separator(path: Path, lines: list[str], comma: bool) -> str:
 
 
 def _open_parquet(path: Path, text: Text) -> Source:
-    _imported(path, "pandas")
-    parquet, arrow = _imported(path, "pyarrow.parquet"), _imported(path, "pyarrow")
+    imported(path, "pandas")
+    parquet, arrow = imported(path, "pyarrow.parquet"), imported(path, "pyarrow")
     file = parquet.ParquetFile(path)
     frame = file.read().to_pandas(ignore_metadata=True, integer_object_nulls=True)
     # pyarrow forgets that whole numbers were categories, but for the schema that it was given
