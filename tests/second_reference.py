@@ -257,6 +257,11 @@ class Dense:
         diagonal = np.diagonal(self.solve(np.eye(len(self.x), dtype=LONG)))
         return self.y - self.weights / diagonal, 1 / diagonal
 
+    def left_out_density(self) -> np.ndarray:
+        """Return the log densities of every row's target, predicted from all others."""
+        mean, variance = self.left_out()
+        return -((self.y - mean) ** 2 / variance + np.log(2 * PI * variance)) / 2
+
 
 class Sparse:
     """The subset of regressors on inducing points, its DTC variances and Titsias's bound.
