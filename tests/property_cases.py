@@ -44,6 +44,7 @@ INDUCING_SOLVERS = (
 PRECONDITIONERS = (
     "RPCholesky()", "RPCholesky(rank=5)", "RPCholesky(rank=20, method='block')", "GreedyCholesky(rank=10)",
     "GreedyCholesky()", "Nystrom(rank=10)", "Nystrom(sketch='uniform')", "NystromEigenPro(rank=5)", "None",
+    "FullScale()", "FullScale(rank=0, neighbors=5)",
 )  # fmt: skip
 
 
