@@ -65,6 +65,20 @@ def test_duplicated_inducing_points():
     assert relative(found, _low_rank(kernel, x, noise, x[:10], 7)(z)) < 1e-6
 
 
+def test_neighbours_of_a_tree_are_those_of_the_largest_covariance():
+    """With more than six inputs, here constant ones, covariances are compared, by training points what is left of
+    them."""
+    kernel, x, z = set_scales(MaternKernel(nu=1.5).double(), lengthscale=0.3), points(200), points(30, seed=2)
+    x[100:110] = x[:10]  # each of which may not be its own neighbour
+    noise, left = torch.full((200,), 0.1, dtype=torch.float64), torch.arange(95, 115)
+    by_tree, compared = (
+        _low_rank(kernel, torch.nn.functional.pad(x, (0, more)), noise, torch.nn.functional.pad(x[:9], (0, more)), 7)
+        for more in (0, 4)
+    )
+    assert relative(compared(torch.nn.functional.pad(z, (0, 4))), by_tree(z)) < 2e-3
+    assert relative(compared.left_out(left), by_tree.left_out(left)) < 2e-2
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_few_points(n):
     kernel, x, z = _kernel(), points(n), points(3, seed=2)

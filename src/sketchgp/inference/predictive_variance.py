@@ -23,7 +23,7 @@ from ..operators import KernelMatrix
 from ..operators.substitution import cholesky_solve
 from ..operators.tiles import spans
 from ..preconditioners import shifted_cholesky
-from ..preconditioners.full_scale import FullScaleFactor
+from ..preconditioners.full_scale import FullScaleFactor, Tree, features_of
 
 _ROWS = 4096
 _EARLIER = 16  # neighbours that the remainder of a training point is regressed on
@@ -33,9 +33,9 @@ _ENTRIES = 2**22  # entries of k(z, X), or of blocks of neighbours, held at once
 class LowRankVariance:
     """Variances from a low-rank factor and neighbours, for one training set and kernel; all in float64.
 
-    Set-up costs ``n r^2`` operations and that of :class:`.FullScaleFactor`; each test point ``n`` entries of the kernel
-    to find its M neighbours, ``M^2`` more and ``r^2 + M^2 (M / 3 + r)`` operations.  Memory ``2 n r + r^2`` beside
-    tiles.
+    Set-up costs ``n r^2`` operations and that of :class:`.FullScaleFactor`; each test point ``M^2`` entries of the
+    kernel and ``r^2 + M^2 (M / 3 + r)`` operations, and ``n`` entries more where no k-d tree finds its M neighbours.
+    Memory ``2 n r + r^2`` beside tiles.
 
     :param matrix: ``k(X, X)`` as an operator, without batch.
     :param noise: ``(n,)`` variances.
@@ -54,6 +54,8 @@ class LowRankVariance:
         earlier = n if self.neighbours == n else _EARLIER
         self._remainder = FullScaleFactor.of(matrix, noise, self._features, earlier)
         self.inner_root = self._remainder.root
+        features = features_of(matrix)
+        self._matrix, self._tree = matrix, None if features is None else Tree(features)
 
     def _half(self, x: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.root, self.block(self.inducing_points, x), upper=False)
@@ -90,12 +92,20 @@ class LowRankVariance:
 
     @torch.no_grad()
     def _nearest(self, x: Tensor, left_out: Tensor | None) -> Tensor:
-        """Return indices ``(p, M)`` of the training points of the largest covariance with each of x."""
-        near, most = self.block(x, self.x).abs(), len(self.x)
-        if left_out is not None:
-            near.scatter_(1, left_out.unsqueeze(1), -1)
-            most -= 1
-        return near.topk(min(self.neighbours, most), dim=1, sorted=False).indices
+        """Return indices ``(p, M)`` of training points near each of x.
+
+        In few dimensions they are the nearest by distance over lengthscales, else those of the largest covariance.
+        """
+        count, matrix = min(self.neighbours + (left_out is not None), len(self.x)), self._matrix
+        features = None if self._tree is None else features_of(matrix.at(x, x, centre=matrix.pairs.centre))
+        if self._tree is None or features is None:
+            found = self.block(x, self.x).abs().topk(count, dim=1).indices
+        else:
+            found = self._tree.nearest(features, count)
+        if left_out is None:
+            return found
+        own_last = (found == left_out.unsqueeze(1)).to(torch.int8).argsort(dim=1, stable=True)
+        return found.gather(1, own_last)[:, :-1]
 
     def _conditioned(self, x: Tensor, half: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
         """Return b ``(p, M, 1)``, and the variance of the remainder that neighbours explain, ``(p,)``."""

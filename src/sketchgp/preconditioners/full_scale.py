@@ -368,7 +368,24 @@ def features_of(operator: Any, most: int = _FEATURES) -> Tensor | None:
         if not prepared or any(f.weight is None for f in prepared):
             return None
         found += [f.left for f in prepared]
-    return torch.cat(found, dim=-1) if sum(x.shape[-1] for x in found) <= most else None
+    if sum(x.shape[-1] for x in found) > most or not all(bool(torch.isfinite(x).all()) for x in found):
+        return None
+    return torch.cat(found, dim=-1)
+
+
+class Tree:
+    """A k-d tree of points ``(n, p)`` of few dimensions p."""
+
+    def __init__(self, points: Tensor) -> None:
+        from scipy.spatial import cKDTree  # a tenth of the time of importing the package
+
+        self._tree = cKDTree(points.double().cpu().numpy(), balanced_tree=False)
+
+    def nearest(self, points: Tensor, count: int) -> Tensor:
+        """Return indices ``(m, count)`` of the nearest points of the tree, in order, of each of some ``(m, p)``."""
+        wanted, threads = [*range(1, count + 1)], torch.get_num_threads()
+        found = self._tree.query(points.double().cpu().numpy(), k=wanted, workers=threads)[1]
+        return torch.from_numpy(found).to(points.device)
 
 
 @torch.no_grad()
@@ -389,16 +406,11 @@ def neighbors_of(matrix: Access, factor: Tensor, noise: Tensor, count: int, seed
     if not count:
         return result
     features = features_of(matrix.source)
-    if features is not None and bool(torch.isfinite(features).all()):
-        from scipy.spatial import cKDTree  # a tenth of the time of importing the package
-
-        points = features[order].double().cpu().numpy()
-        start, stop = 0, min(k, 4 * count)
+    if features is not None:
+        points, start, stop = features[order], 0, min(k, 4 * count)
         while start < k:
             wanted = min(stop, int(_MORE * count) + _LEAST if start else stop)
-            tree = cKDTree(points[:stop], balanced_tree=False)
-            found = tree.query(points[start:stop], k=[*range(1, wanted + 1)], workers=torch.get_num_threads())[1]
-            _keep(near, torch.from_numpy(found).to(order.device), start)
+            _keep(near, Tree(points[:stop]).nearest(points[start:stop], wanted), start)
             start, stop = stop, min(k, 2 * stop)
         return result
     correlations = _Correlations(matrix, factor, noise, order)
