@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checks import copied
 from ..checks import dtype as check_dtype
 from ..devices import here, queued
 from ..errors import InputError
@@ -177,7 +178,7 @@ class RowSource:
             return self._gathered(torch.arange(start, stop, step))
         first = self._span.start + start
         stop = max(first, self._span.start + stop)
-        return self._tensor(self._table.rows(first, stop), range(first, stop))
+        return self._tensor(self._table.take(slice(first, stop)), range(first, stop))
 
     def index_select(self, dim: int, indices: Tensor) -> Any:
         """Rows, as a tensor, for ``dim=-2``; columns, as a source, for -1."""
@@ -288,10 +289,9 @@ def whole_targets(value: Any, like: Any) -> Any:
         return value
     if not isinstance(value, np.memmap):
         return _made(value, like).whole()
-    found = np.asarray(value[:])
-    check_numbers(found.dtype, "y")
-    dtype = _dtype(value, like) or (torch.float32 if found.dtype.itemsize == 4 else torch.float64)
-    return torch.from_numpy(np.array(found, dtype=_TYPES[dtype])).to(_device(like))
+    check_numbers(value.dtype, "y")
+    dtype = _dtype(value, like) or (torch.float32 if value.dtype.itemsize == 4 else torch.float64)
+    return copied(value, _device(like), dtype)
 
 
 def _made(value: Any, like: Any) -> RowSource:

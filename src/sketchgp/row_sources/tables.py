@@ -72,12 +72,8 @@ class Array:
         check_numbers(data.dtype, "RowSource: data")
         self.data, self.dtype, self.shape = data, data.dtype, data.shape
 
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        """Consecutive rows ``(stop - start, d)``."""
-        return np.asarray(self.data[start:stop])
-
-    def take(self, indices: np.ndarray) -> np.ndarray:
-        """Rows ``(k, d)`` for indices ``(k,)`` that increase."""
+    def take(self, indices: np.ndarray | slice) -> np.ndarray:
+        """Rows ``(k, d)`` for a slice, or for indices ``(k,)`` that increase."""
         return np.asarray(self.data[indices])
 
 
@@ -116,10 +112,8 @@ class ArrowTable:
             self._last = (number, out)
         return self._last[1]
 
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        return self.take(np.arange(start, stop))
-
-    def take(self, indices: np.ndarray) -> np.ndarray:
+    def take(self, indices: np.ndarray | slice) -> np.ndarray:
+        indices = np.arange(indices.start, indices.stop) if isinstance(indices, slice) else indices
         out = np.empty((len(indices), len(self.names)))
         where = np.searchsorted(self.starts, indices, side="right") - 1
         with _READING:
