@@ -123,9 +123,10 @@ class Learner:
         self.grow(which.stop)
         steady = self.loss.steady if whole and self.choices.preconditioned else None
         if newton is not None:
-            self._preconditioned(which, newton, slope, steady)
+            change = self._preconditioned(which, newton, slope, steady)
         else:
-            self._plain(which, phi, slope, ridge, len(x))
+            change = self._plain(phi, slope, ridge, len(x))
+        self.coefficients[which] -= change.unflatten(0, (2, -1)).transpose(0, 1)
         self.steps += 1
         self.taken += len(x)
         self.rows += new
@@ -162,30 +163,26 @@ class Learner:
             torch.linalg.cholesky(newton.matrix)  # which says what is wrong
         return losses
 
-    def _preconditioned(self, which: slice, newton: _Newton, slope: Tensor, steady: float | None) -> None:
-        """Change the coefficients of some pairs by a step of Newton's kind."""
+    def _preconditioned(self, which: slice, newton: _Newton, slope: Tensor, steady: float | None) -> Tensor:
+        """Return a step of Newton's kind, to be subtracted from the coefficients of some pairs."""
         pairs = self.total or 1
         passes = min(self.visited / pairs, self.taken / (2 * pairs))
         step = self.choices.step_scale * (steady or _FIRST / (1 + passes / _SETTLED_AFTER))
-        a = self.coefficients[which]
-        change = newton.change(slope, a.transpose(0, 1).reshape(len(slope), -1), step)
-        self.coefficients[which] = a - change.reshape(2, len(a), self.columns).transpose(0, 1)
+        return newton.change(slope, self.coefficients[which].transpose(0, 1).reshape(len(slope), -1), step)
 
     def _pairs(self) -> slice:
         """Return the pairs that the step changes."""
         stop = self.place + self.pairs
         return slice(self.place, min(stop, self.total) if self.total else stop)
 
-    def _plain(self, which: slice, phi: Tensor, slope: Tensor, ridge: float, rows: int) -> None:
+    def _plain(self, phi: Tensor, slope: Tensor, ridge: float, rows: int) -> Tensor:
         """``f <- (1 - step lambda) f - step l'(f(x), y) k_j(x, .)`` with ``k_j`` the kernel of the features of the
-        step: Algorithm 1 of the paper."""
+        step: Algorithm 1 of the paper.  The last term is returned, to be subtracted."""
         if self.first_step != self.first_step:
             self._choose_step(Space.of(rows).whole(phi), ridge)
         step = self.first_step / (1 + self.steps / self.settles)
         self.coefficients *= 1 - step * ridge
-        change = slope * (step / len(slope))
-        own = self.coefficients[which]
-        self.coefficients[which] = own - change.reshape(2, len(own), self.columns).transpose(0, 1)
+        return slope * (step / len(slope))
 
     def _choose_step(self, phi: Tensor, ridge: float) -> None:
         """``step_i = theta / (i + i_0)``: at first as long as the largest eigenvalue of a first batch allows for the
