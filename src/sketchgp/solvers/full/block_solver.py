@@ -106,12 +106,9 @@ class BlockSolver(FullSolver):
         if batch and self.checkpoint is not None:
             raise InputError("checkpoint expects a single system; solve the parts of a batch one by one.")
         rhs = rhs.expand(*batch, *rhs.shape[-2:])
-        values, reports = [], []
-        for index in itertools.product(*(range(size) for size in batch)):
-            part = system.element(index, batch) if batch else system
-            value, report = self._run(part, rhs[index], **options)
-            values.append(value)
-            reports.append(report)
+        indices = itertools.product(*(range(size) for size in batch))
+        solved = [self._run(system.element(i, batch) if batch else system, rhs[i], **options) for i in indices]
+        values, reports = zip(*solved, strict=True)
         report = merged(reports)
         conclude(report)
         return torch.stack(values).reshape(rhs.shape) if batch else values[0], report, None
