@@ -64,14 +64,9 @@ class Method:
         tensors: dict[str, Tensor] = {}
         for name in ("notes", "iterations", *self.saved):
             value = attrgetter(name)(self)
-            parts: dict[str, Tensor] = {}
-            if torch.is_tensor(value):
-                parts = {"": value}
-            elif isinstance(value, dict) and all(torch.is_tensor(part) for part in value.values()):
-                parts = value
-            elif isinstance(value, list | tuple) and value and torch.is_tensor(value[0]):
-                parts = {str(i): part for i, part in enumerate(value)}
-            else:
+            parts = {"": value} if torch.is_tensor(value) else value
+            parts = dict(enumerate(parts)) if isinstance(parts, list | tuple) else parts
+            if not isinstance(parts, dict) or not parts or not all(map(torch.is_tensor, parts.values())):
                 plain[name] = value
                 continue
             plain["kinds"][name] = (type(value).__name__, [(key, part.device.type) for key, part in parts.items()])
