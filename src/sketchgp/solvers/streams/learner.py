@@ -227,13 +227,9 @@ class _Newton:
         size = weighed.shape[1]
         if space.shared and size > rows:
             weighed, space = space.whole(weighed), Space(rows)
-        gram = weighed.mT @ weighed if size <= rows else None
-        if not space.shared:
-            mean = weighed.square().sum(dtype=torch.float64) / (rows * size)
-        else:
-            assert gram is not None
-            gram = space.total(gram)
-            mean = gram.diagonal().sum(dtype=torch.float64) / (rows * size)
+        gram = space.total(weighed.mT @ weighed) if size <= rows else None
+        squares = weighed.square() if gram is None else gram.diagonal()
+        mean = squares.sum(dtype=torch.float64) / (rows * size)
         damped = torch.zeros_like(mean) + self.level
         if not whole:
             damped = torch.maximum(damped, _DAMPED * features * mean / rows)
