@@ -547,6 +547,19 @@ def test_a_linear_kernel_of_rows_that_are_alike_in_float32():
         assert torch.allclose(model(test).mean.double(), mean, atol=1e-4)
 
 
+def test_a_linear_kernel_of_rows_on_a_line_in_float32():
+    """Rounded features lie beside the line, by as much as tells of the other direction: half a deviation there."""
+    model, test = make(noise=1e-6, dtype=torch.float32, kernel=LinearKernel())
+    steps = torch.linspace(-1, 1, 30).unsqueeze(1)
+    x = torch.tensor([[50.0, -80.0]]) + steps * torch.tensor([[0.7, 0.4]])
+    model.set_train_data(x, (3 * steps[:, 0]).sin(), strict=False)
+    z = test + torch.tensor([[50.0, -80.0]])
+    with torch.no_grad():
+        mean, covariance = reference(model, z)
+        found, noise = sketchgp.predict(model, z, variance=None).mean, float(model.likelihood.noise)
+    assert float(((found.double() - mean) / (covariance.diagonal() + noise).sqrt()).abs().max()) < 0.03
+
+
 def test_means_of_sums_of_linear_kernels_in_float32():
     """Entries that are rounded to float32 cost the mean 0.01 at this noise; products of features are not."""
     model, test = make(noise=1e-6, dtype=torch.float32, kernel=LinearKernel() + LinearKernel())

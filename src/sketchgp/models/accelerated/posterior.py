@@ -23,7 +23,7 @@ from ...operators.lazies import KERNELS, take_caches
 from ...report import SolveReport, merged, own_solves
 from .acceleration import ATTRIBUTE
 from .added_diag import AcceleratedAddedDiagLinearOperator
-from .strategy import AcceleratedPredictionStrategy, followed_points, some_rows
+from .strategy import AcceleratedPredictionStrategy, adopt, followed_points, some_rows
 from .targets import check_noise, check_targets
 from .training import remembered_by
 
@@ -39,8 +39,8 @@ def strategy_of(model: Any, **kwargs: Any) -> Any:
             check_noise(model.likelihood, model.train_targets)
             train = list(model.train_inputs)
             prior = model._get_train_prior_distribution(train, **kwargs)
-            model.prediction_strategy = prediction_strategy(train, prior, model.train_targets, model.likelihood)
-            strategy = model.prediction_strategy
+            strategy = adopt(prediction_strategy(train, prior, model.train_targets, model.likelihood), prior)
+            model.prediction_strategy = strategy
     return strategy
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal
+from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.models.exact_prediction_strategies import (
     DefaultPredictionStrategy,
     InterpolatedPredictionStrategy,
@@ -23,6 +23,8 @@ from linear_operator import to_linear_operator
 from torch import Tensor
 
 from ...operators.access import accurate_matmul, columns, evaluated_accurately, float64
+from ...operators.generic_tiles import parameters_as
+from ...operators.lazies import forward
 from ...operators.substitution import cholesky_solve
 from ...random_streams import generator
 from ...report import SolveReport, merged, own_solves
@@ -259,7 +261,19 @@ class FantasyPredictionStrategy(AcceleratedPredictionStrategy):
 
 
 class FeaturePredictionStrategy(LinearPredictionStrategy):
-    """GPyTorch's strategy for kernels of few features, in float64: its normal equations square a condition number."""
+    """GPyTorch's strategy for kernels of few features, in float64: its normal equations square a condition number.
+
+    :param train_prior_dist: whose features are evaluated in float64, too, where they are not evaluated yet.
+    """
+
+    def __init__(self, train_inputs: Any, train_prior_dist: Any, train_labels: Tensor, likelihood: Any) -> None:
+        covariance, mean = train_prior_dist.lazy_covariance_matrix, train_prior_dist.mean.to(torch.float64)
+        if isinstance(covariance, LazyEvaluatedKernelTensor):
+            kernel, named = covariance.kernel, dict(covariance.kernel.named_parameters())
+            with parameters_as(kernel, tuple(named), [value.to(torch.float64) for value in named.values()]):
+                covariance = forward(kernel, *[covariance.x1.to(torch.float64)] * 2)
+        doubled = type(train_prior_dist)(mean, covariance.to(torch.float64))
+        super().__init__(train_inputs, doubled, train_labels.to(torch.float64), likelihood)
 
     def exact_prediction(self, test_mean: Tensor, test_test_covar: Any, test_train_covar: Any) -> tuple[Tensor, Any]:
         mean, covariance = super().exact_prediction(
@@ -267,26 +281,14 @@ class FeaturePredictionStrategy(LinearPredictionStrategy):
         )
         return mean.to(test_mean.dtype), covariance.to(test_mean.dtype)
 
-    @property
-    @cached(name="mean_covar_cache")
-    def mean_covar_cache(self) -> tuple[Tensor, Tensor]:
-        """Weights ``(..., r, 1)`` of the features, and the Cholesky factor ``(..., r, r)`` of their precision."""
-        prior, doubled = self.train_prior_dist, copy.copy(self)
-        doubled.__class__, doubled._memoize_cache = LinearPredictionStrategy, {}
-        doubled.train_prior_dist = type(prior)(
-            prior.mean.to(torch.float64), prior.lazy_covariance_matrix.to(torch.float64)
-        )
-        doubled.train_labels = self.train_labels.to(torch.float64)
-        doubled.lik_train_train_covar = self.lik_train_train_covar.to(torch.float64)
-        result: tuple[Tensor, Tensor] = doubled.mean_covar_cache
-        return result
 
-
-def adopt(strategy: Any) -> Any:
+def adopt(strategy: Any, prior: Any = None) -> Any:
     """Return the strategy that an accelerated model uses: a plain one becomes an accelerated one, in place.
 
     Those of structured kernels are left alone, unless targets are missing, which they do not know of (a mean would be
     NaN, or as if they had been observed), or a few features are solved for in float32.
+
+    :param prior: that it was made of; None where that is not known.
     """
     if type(strategy) is DefaultPredictionStrategy:
         strategy.__class__ = AcceleratedPredictionStrategy
@@ -295,5 +297,6 @@ def adopt(strategy: Any) -> Any:
             strategy.train_inputs, strategy.train_prior_dist, strategy.train_labels, strategy.likelihood
         )
     elif type(strategy) is LinearPredictionStrategy and strategy.train_labels.dtype != torch.float64:
-        strategy.__class__ = FeaturePredictionStrategy
+        prior = prior or strategy.train_prior_dist
+        return FeaturePredictionStrategy(strategy.train_inputs, prior, strategy.train_labels, strategy.likelihood)
     return strategy
