@@ -268,7 +268,7 @@ def test_ctrl_c_between_a_subset_and_all_rows_keeps_the_subsets(monkeypatch: pyt
 
     small_subsets(monkeypatch)
     monkeypatch.setattr(System, "product", interrupted)
-    with iterative(tol=1e-6), pytest.warns(UserWarning, match="interrupted in its fit to some of the rows"):
+    with iterative(tol=1e-6), pytest.warns(UserWarning, match="interrupted before its last stage"):
         history = sketchgp.fit(model, start="subset", objective="probes")
     assert history.reason == "interrupted" and not history.losses and "no step" in str(history)
     assert history.subset is not None and history.subset.subset is not None  # the first is of 20 rows, by products

@@ -145,7 +145,7 @@ class Fit:
             history.reason = "interrupted"
             if self.kept is None:
                 raise
-            when = f"after {len(history.losses)} steps" if history.losses else "in its fit to some of the rows"
+            when = f"after {len(history.losses)} steps" if history.losses else "before its last stage"
             warn(f"fit was interrupted {when}; the model has the best parameters so far.", see="interrupted")
         finally:
             self._leave(before)
