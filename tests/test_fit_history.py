@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import sketchgp
 from gp_models import SOLVED, TORCH_WARNINGS, iterative
 from sketchgp.fitting.objective import Objective
 from sketchgp.fitting.record import Evaluation, flat
+from sketchgp.fitting.steps import Steps
 
 pytestmark = TORCH_WARNINGS
 
@@ -91,6 +93,18 @@ def test_a_search_in_what_solves_leave_of_a_loss_ends(
         history = fitted(objective=objective, iterations=100, tol=1e-4)
     assert history.converged
     assert history.evaluations < len(history.losses) + 15
+
+
+@pytest.mark.parametrize(
+    ("exact", "trials", "in_vain"),
+    [(True, [1, 4, 16, 64], False), (True, [1, 4, 16, 15], True), (True, [-1, 1, -1, -2], True), (False, [1, 4], True)],
+)
+def test_a_search_that_leaves_a_plateau_goes_on(exact: bool, trials: list[float], in_vain: bool) -> None:
+    """Each trial is lower than those before, if by less than the tolerance; errors of solves look alike."""
+    steps = object.__new__(Steps)
+    steps.history, steps.objective = SimpleNamespace(losses=[9.0, 5.0]), SimpleNamespace(exact=exact)
+    steps.first, steps.tol, steps._since = 0, 1e-4, [SimpleNamespace(value=5 - 1e-7 * trial) for trial in trials]
+    assert steps.in_vain == in_vain
 
 
 @pytest.mark.parametrize("phase", range(2))

@@ -105,11 +105,12 @@ class Steps:
 
         SciPy's goes on for twenty evaluations, and for as many again along the gradient.
         """
-        losses = self.history.losses[self.first :]
-        if len(losses) < 2:
+        losses, exact = self.history.losses[self.first :], self.objective.exact
+        trials = [trial.value for trial in self._since]
+        leaves = exact and trials and trials[-1] < min(losses[-1:] + trials[:-1])  # a plateau, faster with each trial
+        if len(losses) < 2 or leaves:
             return False
-        apart = [abs(trial.value - losses[-1]) for trial in self._since]
-        rules = _IN_VAIN[:1] if self.objective.exact else _IN_VAIN
+        apart, rules = [abs(value - losses[-1]) for value in trials], _IN_VAIN[:1] if exact else _IN_VAIN
         return any(len(apart) >= most and max(apart[-most:]) < share * self.tol for most, share in rules)
 
     def _improvement(self, losses: Sequence[Any]) -> Any:
