@@ -1056,8 +1056,9 @@ def draws(case: Case) -> None:
         case.close("mean of samples", found.mean(0), truth.mean, 6 * sd / math.sqrt(count) + floor, truth.mean_rounding)
         spread = found.std(0, ddof=1)
         root = np.sqrt(truth.variance_rounding)
-        if way == "rsample":  # GPyTorch's factor of the covariance, with its jitter
-            root = root + 3 * math.sqrt(1e-6 if problem.dtype == torch.float32 else 1e-8) + sd
+        if way == "rsample":  # GPyTorch's factor of the covariance, with its jitter, rounded in the largest variance
+            rounding = torch.finfo(problem.dtype).eps * float(truth.variance.max())
+            root = root + 3 * math.sqrt((1e-6 if problem.dtype == torch.float32 else 1e-8) + rounding) + sd
         prior = np.diagonal(exact.covariance(model.covar_module, *[problem.see(rows(problem.points))] * 2))
         share = truth.variance / np.maximum(prior, 1e-300)
         case.close(
