@@ -7,6 +7,7 @@ every formula is evaluated in NumPy's ``longdouble`` (64 bits of mantissa on x86
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,15 @@ def rows(tensor: torch.Tensor) -> np.ndarray:
     """Return inputs as an extended-precision array of at least two dimensions."""
     found = number(tensor)
     return found[:, None] if found.ndim == 1 else found
+
+
+def shaken(x: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield rows off by what far ones lose of their distances, as much as by being stored.
+
+    It is lost where the centre of the others is taken away.
+    """
+    for signs in np.random.default_rng(0).choice([-1, 1], (8, *x.shape)):
+        yield x + 2 * EPS * signs * (x - np.median(x, 0))
 
 
 def select(kernel: Any, x: np.ndarray) -> np.ndarray:
