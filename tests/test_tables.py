@@ -342,6 +342,12 @@ def test_columns_in_memory(loaded, columns):
     assert torch.equal(loaded.predict({**PLAIN, **columns}).mean, expected)
 
 
+def test_columns_in_memory_without_pandas(loaded, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(sketchgp.InputError, match="^column '[^']*': pandas reads it: python -m pip install"):
+        loaded.predict(PLAIN)
+
+
 def test_a_frame_in_memory(loaded):
     assert torch.equal(loaded.predict(pandas.DataFrame(PLAIN)).mean, loaded.predict(PLAIN).mean)
 

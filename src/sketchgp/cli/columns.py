@@ -289,11 +289,11 @@ class _Column:
 
 def _series(name: str, values: Any) -> Any:
     """Return a column as a Series of pandas."""
+    pandas = imported(f"column {name!r}", "pandas")
     if isinstance(values, Tensor):
-        values = values.detach().cpu()
-        values = (values.double() if values.is_floating_point() else values).numpy()
+        values = (values.cpu().double() if values.is_floating_point() else values.cpu()).detach().numpy()
     try:
-        return imported(f"column {name!r}", "pandas").Series(values)
+        return pandas.Series(values)
     except ValueError as error:
         raise InputError(f"column {name!r}: expected one value a row ({error})") from error
 
