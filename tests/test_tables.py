@@ -344,7 +344,7 @@ def test_columns_in_memory(loaded, columns):
 
 def test_columns_in_memory_without_pandas(loaded, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(sketchgp.InputError, match="^column '[^']*': pandas reads it: python -m pip install"):
+    with pytest.raises(sketchgp.InputError, match=r"^column '[^']*': pandas reads it: python -m pip install"):
         loaded.predict(PLAIN)
 
 
