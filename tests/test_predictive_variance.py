@@ -34,9 +34,10 @@ def test_exact_where_every_point_is_a_neighbour(name):
     assert relative(found, _exact(kernel, x, noise, z)) < 1e-6
 
 
-def test_far_from_the_data_it_is_the_prior():
+@pytest.mark.parametrize("distance", [1e3, 1e300])
+def test_far_from_the_data_it_is_the_prior(distance):
     kernel, x = _kernel(), points(30)
-    found = _low_rank(kernel, x, torch.full((30,), 0.1).double(), x[:10], 7)(points(4) + 1e3)
+    found = _low_rank(kernel, x, torch.full((30,), 0.1).double(), x[:10], 7)(points(4) + distance)
     assert relative(found, torch.full((4,), 1.7, dtype=torch.float64)) < 1e-6
 
 

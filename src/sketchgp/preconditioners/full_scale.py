@@ -358,7 +358,8 @@ def _nilpotent(matrix: Tensor, rhs: Tensor) -> Tensor:
 def features_of(operator: Any, most: int = _FEATURES) -> Tensor | None:
     """Return inputs ``(n, p)`` whose distances order the entries of K, or None where there are none of few dimensions.
 
-    They are the inputs over their lengthscales, of all the kernels that K is a sum or product of.
+    They are the inputs over their lengthscales, of all the kernels that K is a sum or product of.  There are none, too,
+    where a squared distance may be no number.
     """
     found: list[Tensor] = []
     for _, part in terms(operator):
@@ -368,7 +369,7 @@ def features_of(operator: Any, most: int = _FEATURES) -> Tensor | None:
         if not prepared or any(f.weight is None for f in prepared):
             return None
         found += [f.left for f in prepared]
-    if sum(x.shape[-1] for x in found) > most or not all(bool(torch.isfinite(x).all()) for x in found):
+    if sum(x.shape[-1] for x in found) > most or not all(bool((x.abs() < 1e150).all()) for x in found):
         return None
     return torch.cat(found, dim=-1)
 
