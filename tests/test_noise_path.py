@@ -169,7 +169,9 @@ def test_other_models_are_refused() -> None:
         sketchgp.noise_path(sparse, GRID)
 
 
-@pytest.mark.parametrize("noises", [[], [0.1, 0.0], [-1.0], [math.inf], "abc", None, torch.ones(2, 2), [0.1, None]])
+@pytest.mark.parametrize(
+    "noises", [[], [0.1, 0.0], [-1.0], [math.inf], "abc", None, torch.ones(2, 2), torch.tensor(0.1), [0.1, None]]
+)
 def test_noises_that_are_none_are_refused(noises: Any) -> None:
     with pytest.raises(sketchgp.InputError, match="noises"):
         sketchgp.noise_path(build(), noises)

@@ -105,7 +105,7 @@ def numbers(owner: str, name: str, value: Any, **options: Any) -> list[float]:
 
 
 def _sequence(owner: str, name: str, value: Any, kind: str) -> Any:
-    right = isinstance(value, Iterable) and not isinstance(value, str)
+    right = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) > 0
     return _accept(owner, name, value, value, right, f"a sequence of {kind}", False)
 
 
