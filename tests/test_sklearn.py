@@ -290,9 +290,20 @@ def test_ridge_on_inducing_points_and_by_iterations(monkeypatch: pytest.MonkeyPa
 # --- KernelClassifier ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", ["squared", "multinomial", "logistic", "hinge"])
-def test_classes(loss: str) -> None:
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    [
+        ("squared", "f8"),
+        ("multinomial", "f8"),
+        ("multinomial", "f4"),
+        ("logistic", "f8"),
+        ("logistic", "f4"),
+        ("hinge", "f8"),
+    ],
+)
+def test_classes(loss: str, dtype: str) -> None:
     x, y = data(150)
+    x = x.astype(dtype)
     labels = np.array(["low", "middle", "high"])[np.digitize(y, [2.6, 3.4])]
     model = KernelClassifier(
         0.1, loss=loss, gamma=1.0, solver="auto" if loss == "squared" else FEW_STEPS, random_state=0

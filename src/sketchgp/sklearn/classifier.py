@@ -131,5 +131,5 @@ class KernelClassifier(Estimator, ClassifierMixin, BaseEstimator):
     @available_if(_has_probabilities)
     def predict_proba(self, X: Any) -> Any:
         """Probabilities ``(m, c)`` of the classes, in the order of ``classes_``; not of the hinge loss."""
-        found = self._scores(X, "probabilities").double()
-        return (self._codes.probabilities(found) if self.loss == "squared" else found).cpu().numpy()
+        raw = self._scores(X, "probabilities").double()
+        return (self._codes.probabilities(raw) if self.loss == "squared" else raw / raw.sum(1, True)).cpu().numpy()
