@@ -260,7 +260,7 @@ class DoublyStochastic(Budgeted):
         details: dict[str, float | str] = {"features": method.size, "block_size": size}
         if not self.preconditioned:
             details |= {"first_step": learner.first_step, "theta": learner.first_step * learner.settles}
-        again = "Call learn again to go on."
+        again = "Call learn again to go on; solve goes on from a checkpoint."
         return {
             "preconditioner": f"covariance of {size} features" if self.preconditioned else "none",
             "dtype": str(learner.features.origin.dtype).removeprefix("torch."),
