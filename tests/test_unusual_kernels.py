@@ -10,6 +10,7 @@ import torch
 from gpytorch.kernels import (
     CosineKernel,
     GridKernel,
+    IndexKernel,
     Kernel,
     MaternKernel,
     PeriodicKernel,
@@ -175,6 +176,16 @@ def test_keops_kernels_in_a_users_kernel_and_twice():
     matrix = KernelMatrix.of(kernel, x, engine="tiled")
     assert matrix.expression is not None
     assert relative(matrix.to_dense(), to_dense(kernel(x))) < 1e-12
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 40])
+def test_the_diagonal_of_a_batch_of_products_with_categories(n):
+    """GPyTorch's product cannot multiply the diagonals of one factor by the matrices of one that ignores ``diag``."""
+    batch = torch.Size([3])
+    kernel = RBFKernel(active_dims=(0,), batch_shape=batch) * IndexKernel(2, active_dims=(1,), batch_shape=batch)
+    kernel.kernels[0].lengthscale = torch.tensor([0.3, 0.5, 0.8]).reshape(3, 1, 1)
+    matrix = KernelMatrix.of(kernel.double(), torch.cat([points(n, 1), torch.arange(n).unsqueeze(1) % 2], dim=1))
+    assert relative(matrix.diagonal(), matrix.to_dense().diagonal(dim1=-2, dim2=-1)) < 1e-12
 
 
 @pytest.mark.parametrize("size", [0, 1])

@@ -118,9 +118,12 @@ def diagonal(evaluate: Callable[..., Tensor], x1: Tensor, x2: Tensor, batch: tor
     if not (torch.is_tensor(x1) and torch.is_tensor(x2)):
         both = zip(row_sources.blocks(x1), row_sources.blocks(x2), strict=True)
         return torch.cat([diagonal(evaluate, a, b, batch) for (_, a), (_, b) in both], dim=-1)
-    few = evaluate(x1[..., :2, :].detach(), x2[..., :2, :].detach(), diag=True)
     n = x1.shape[-2]
-    if few.dim() < len(batch) + 2:  # in two parts: a grid's kernel gives a matrix for the whole grid, and for it alone
+    try:
+        ignored = evaluate(x1[..., :2, :].detach(), x2[..., :2, :].detach(), diag=True).dim() > len(batch) + 1
+    except RuntimeError:  # of a product in which one factor ignores it
+        ignored = True
+    if not ignored:  # in two parts: a grid's kernel gives a matrix for the whole grid, and for it alone
         halves = spans(n, -(-n // 2)) if n else [slice(None)]
         parts = [evaluate(x1[..., rows, :], x2[..., rows, :], diag=True) for rows in halves]
     else:
