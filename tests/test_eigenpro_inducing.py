@@ -574,7 +574,7 @@ def test_batches_that_do_not_fit():
     for batch, match in [
         ((bad, y[20:]), "x of batch 1.*NaN"),
         ((x[20:, :2], y[20:]), "x of batch 1.*features"),
-        ((x[20:].float(), y[20:].float()), "x of batch 1.*dtype"),
+        ((x[20:].float(), y[20:].float()), "x of batch 1.*float32"),
         ((x[20:], y[21:]), "one row per row"),
         ((x[20:], y[20:].unsqueeze(1).expand(-1, 2)), r"y of batch 1.*1 column"),
         ((x[20:],), "Batch 1.*not a pair"),
