@@ -11,6 +11,7 @@ from gpytorch.kernels import (
     Kernel,
     MaternKernel,
     PeriodicKernel,
+    PiecewisePolynomialKernel,
     RBFKernel,
     RQKernel,
     ScaleKernel,
@@ -192,11 +193,11 @@ def test_product_in_float32(name, shift, engine, many_tiles):
 @each(("dtype", "subnormal"), [(torch.float32, 1e-40), (torch.float64, 1e-310)])
 def test_subnormal_numbers_count_as_zero_beside_larger_ones(engine, dtype, subnormal):
     """CPUs multiply them many times slower than other numbers."""
-    kernel, x = set_scales(RADIAL["rbf-ard"]().to(dtype)), torch.cat([points(5), points(5) + 1e3]).to(dtype)
+    kernel, x = PiecewisePolynomialKernel().to(dtype), torch.cat([points(5), points(5) + 9]).to(dtype)  # 0 far away
     rhs = torch.full((10, 2), subnormal, dtype=dtype)
     rhs[0] = 1
     product = KernelMatrix.of(kernel, x, engine=engine)._matmul(rhs)
-    assert bool((product[:5] > 0).all())
+    assert bool(product[:5].any())
     assert not bool(product[5:].any())
 
 
