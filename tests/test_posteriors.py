@@ -159,6 +159,18 @@ def test_gradients_in_hyperparameters():
     assert torch.allclose(*gradients, rtol=1e-4, atol=1e-6)
 
 
+def test_the_density_of_targets_by_a_float32_posterior():
+    x, y, z = data(n=40, m=6)
+    model = Plain(x.float(), y.float(), GaussianLikelihood(), scaled(RBFKernel()), ZeroMean()).float()
+    model.likelihood.noise = 0.1
+    expected = copy.deepcopy(model).double().eval()
+    expected.set_train_data(x, y)
+    wanted = expected.likelihood(expected(z)).log_prob(torch.sin(z[:, 0]))
+    model = sketchgp.accelerate(model).eval()
+    found = model.likelihood(model(z.float())).log_prob(torch.sin(z[:, 0]).float())
+    assert abs(float((found - wanted).detach())) < 1e-3
+
+
 def test_settings_are_those_of_the_call():
     model, test = make()
     with iterative(), torch.no_grad(), sketchgp.record_solves() as solves:
