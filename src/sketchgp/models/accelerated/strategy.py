@@ -23,7 +23,7 @@ from linear_operator import to_linear_operator
 from torch import Tensor
 
 from ...operators.access import accurate_matmul, columns, evaluated_accurately, float64
-from ...operators.generic_tiles import parameters_as
+from ...operators.generic_tiles import parameters_as, parameters_of
 from ...operators.lazies import forward
 from ...operators.substitution import cholesky_solve
 from ...random_streams import generator
@@ -269,7 +269,7 @@ class FeaturePredictionStrategy(LinearPredictionStrategy):
     def __init__(self, train_inputs: Any, train_prior_dist: Any, train_labels: Tensor, likelihood: Any) -> None:
         covariance, mean = train_prior_dist.lazy_covariance_matrix, train_prior_dist.mean.to(torch.float64)
         if isinstance(covariance, LazyEvaluatedKernelTensor):
-            kernel, named = covariance.kernel, dict(covariance.kernel.named_parameters())
+            kernel, named = covariance.kernel, parameters_of(covariance.kernel)
             with parameters_as(kernel, tuple(named), [value.to(torch.float64) for value in named.values()]):
                 covariance = forward(kernel, *[covariance.x1.to(torch.float64)] * 2)
         doubled = type(train_prior_dist)(mean, covariance.to(torch.float64))
