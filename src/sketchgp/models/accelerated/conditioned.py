@@ -159,8 +159,7 @@ class Conditioned:
         c, prior = matrix.entries(matrix.x1, x), matrix.entries(x, None)
         result = self.training.solve(c, prior)
         variance = prior - result.diagonal(c)
-        rounding = self._cross_rounding(x)
-        if result.certain is None or rounding is None:
+        if result.certain is None or (rounding := self._cross_rounding(x)) is None:
             return variance.clamp(min=0), None
         error, below, above = result.certain
         of_rows, of_x = rounding
@@ -207,8 +206,7 @@ class Conditioned:
             return None
         means = torch.cat([strategy.train_prior_dist.mean, self.model.prior_at(x).mean])
         x = self.inputs(x)
-        rounding = self._cross_rounding(x)
-        if rounding is None or not bool((means == means[:1]).all()):
+        if not bool((means == means[:1]).all()) or (rounding := self._cross_rounding(x)) is None:
             return None
         of_rows, of_x = rounding
         weights = strategy.weights if self.observed is None else strategy.weights[self.observed]
