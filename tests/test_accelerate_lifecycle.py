@@ -279,6 +279,24 @@ def test_backward_of_a_loss_made_before_accelerate_and_after_restore() -> None:
     assert gradient_error({n: p.grad for n, p in plain.named_parameters()}, gradient) < 3e-2
 
 
+def test_gradients_reach_hyperparameters_that_are_no_parameters() -> None:
+    """Pyro's samplers put tensors in their place."""
+    model, _ = RBF.build()
+    gradients = []
+    for setting in (dense, iterative):
+        if setting is iterative:
+            sketchgp.accelerate(model)
+        drawn = model.to_random_module()
+        values = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+        for name, value in values.items():
+            path, _, key = name.rpartition(".")
+            drawn.get_submodule(path).initialize(**{key: value})
+        with setting():
+            density = drawn.likelihood(drawn(*drawn.train_inputs)).log_prob(drawn.train_targets)
+        gradients.append(dict(zip(values, torch.autograd.grad(density, list(values.values())), strict=True)))
+    assert gradient_error(gradients[1], gradients[0]) < 3e-2
+
+
 def test_backward_of_a_mean_after_restore() -> None:
     gradients = []
     for restored in (False, True):

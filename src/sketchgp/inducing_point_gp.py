@@ -36,8 +36,8 @@ from .models.prediction import Prediction, check_choice, of_posterior
 from .operators import KernelMatrix
 from .operators.access import Access
 from .operators.expression import recognise
-from .operators.generic_tiles import parameters_as, parameters_of
-from .operators.lazies import KERNELS
+from .operators.generic_tiles import parameters_as
+from .operators.lazies import KERNELS, parameters_of
 from .operators.tiles import spans
 from .report import no_answer, own_solves
 from .row_sources import RowSource, whole_or_source, whole_targets

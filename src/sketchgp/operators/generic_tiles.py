@@ -22,7 +22,7 @@ from ..devices import version
 from ..errors import InputError
 from ..settings import memory_budget
 from .centre import Centre
-from .lazies import KERNELS, evaluated, forward, parts_of, take_caches
+from .lazies import KERNELS, evaluated, forward, parameters_of, parts_of, take_caches
 from .tiles import spans
 
 _LOW_RANK = (LinearKernel, RFFKernel)
@@ -38,7 +38,7 @@ def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]
     As ``torch.func.functional_call``, which leaves a module changed that stands in the tree twice (``k * k``).
     """
     with KERNELS:
-        named = dict(kernel.named_parameters())
+        named = parameters_of(kernel)
         new = {id(named[name]): value for name, value in zip(names, values, strict=True)}
         dtypes = {named[name].dtype: value.dtype for name, value in zip(names, values, strict=True)}
         modules = list(kernel.modules())
@@ -46,9 +46,9 @@ def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]
         before = [
             (held, key, tensor)
             for module in modules
-            for held in (module.__dict__["_parameters"], module.__dict__["_buffers"])
+            for held in (module.__dict__["_parameters"], module.__dict__["_buffers"], module.__dict__)
             for key, tensor in held.items()
-            if tensor is not None and (id(tensor) in new or dtypes.get(tensor.dtype, tensor.dtype) != tensor.dtype)
+            if torch.is_tensor(tensor) and (id(tensor) in new or dtypes.get(tensor.dtype, tensor.dtype) != tensor.dtype)
         ]
         try:
             for held, key, tensor in before:
@@ -60,12 +60,6 @@ def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]
             for module, cached in caches:
                 take_caches(module)
                 module.__dict__.update(cached)
-
-
-def parameters_of(kernel: Kernel) -> dict[str, Tensor]:
-    """Return the kernel's parameters by name, also while another thread lets it compute with others."""
-    with KERNELS:
-        return dict(kernel.named_parameters())
 
 
 def of_all_dims(kernel: Kernel) -> Kernel:
@@ -241,7 +235,7 @@ def _holds(kernel: Kernel, x: Tensor) -> bool:
 def _own_parameters_spared(kernel: Kernel) -> Iterator[list[Tensor]]:
     """Let copies stand in for the kernel's parameters."""
     with KERNELS:
-        named = dict(kernel.named_parameters())
+        named = parameters_of(kernel)
         copies = [p.detach().clone() for p in named.values()]
         with parameters_as(kernel, tuple(named), copies):
             yield copies

@@ -19,8 +19,8 @@ from .centre import Centre
 from .engines import TILED, check_able, check_choice
 from .expression import recognise
 from .first_order import first_order
-from .generic_tiles import diagonal, is_plain, parameters_of, real, settle
-from .lazies import without_keops
+from .generic_tiles import diagonal, is_plain, real, settle
+from .lazies import parameters_of, without_keops
 from .pairs import Pairs, part
 from .products import derivative_of_batch, element, product_of_batch
 

@@ -39,6 +39,7 @@ from .centre import Centre
 
 KERNELS = threading.RLock()  # held while a kernel of the user's runs, or has other parameters than its own
 SUMS = (SumLinearOperator, PsdSumLinearOperator)
+_CACHED = "_cached"  # begins the names of attributes in which kernels keep what they computed
 _FEATURES = 8  # up to which differences take no longer than the other steps of a kernel
 
 
@@ -249,16 +250,28 @@ def take_caches(module: Any) -> dict[str, Any]:
 
     They do not notice a change of parameters, and may hold a graph.
     """
-    return {name: module.__dict__.pop(name) for name in list(module.__dict__) if name.startswith("_cached")}
+    return {name: module.__dict__.pop(name) for name in list(module.__dict__) if name.startswith(_CACHED)}
+
+
+def parameters_of(kernel: Kernel) -> dict[str, Tensor]:
+    """Return the kernel's parameters by name, also while another thread lets it compute with others.
+
+    Pyro's samples of hyperparameters are among them, which are plain attributes in place of parameters.
+    """
+    with KERNELS:
+        named: dict[str, Tensor] = dict(kernel.named_parameters())
+        for path, module in kernel.named_modules():
+            for key, value in vars(module).items():
+                if torch.is_tensor(value) and value.requires_grad and not key.startswith(_CACHED):
+                    named[f"{path}.{key}" if path else key] = value
+        return named
 
 
 def parameters_in(operator: Any) -> list[Tensor]:
     """Return the parameters of all kernels in an operator."""
-    if isinstance(operator, LazyEvaluatedKernelTensor):
-        return list(operator.kernel.parameters())
     kernel = getattr(operator, "kernel", None)
-    if isinstance(kernel, Kernel):  # a KernelMatrix
-        return list(kernel.parameters())
+    if isinstance(kernel, Kernel):  # a KernelMatrix, or GPyTorch's unevaluated one
+        return list(parameters_of(kernel).values())
     parts = parts_of(operator) if isinstance(operator, LinearOperator) else ()
     return [parameter for part in parts for parameter in parameters_in(part)]
 

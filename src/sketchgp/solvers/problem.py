@@ -13,7 +13,7 @@ from ..checks import found, instance, points_like, tensor, variances, word
 from ..errors import InputError, SketchGPError
 from ..operators import KernelMatrix
 from ..operators.engines import ENGINES
-from ..operators.generic_tiles import parameters_of
+from ..operators.lazies import parameters_of
 from ..report import SolveReport
 from ..row_sources import RowSource, whole_or_source, whole_targets
 from .system import System

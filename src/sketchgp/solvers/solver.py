@@ -10,7 +10,8 @@ from torch import Tensor
 from ..checks import found, refusal
 from ..errors import InputError
 from ..operators import KernelMatrix
-from ..operators.generic_tiles import of_all_dims, parameters_of
+from ..operators.generic_tiles import of_all_dims
+from ..operators.lazies import parameters_of
 from ..report import SolveReport, conclude, own_solves
 from .problem import FullProblem, Solution
 from .system import System

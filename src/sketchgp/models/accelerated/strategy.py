@@ -23,8 +23,8 @@ from linear_operator import to_linear_operator
 from torch import Tensor
 
 from ...operators.access import accurate_matmul, columns, evaluated_accurately, float64
-from ...operators.generic_tiles import parameters_as, parameters_of
-from ...operators.lazies import forward
+from ...operators.generic_tiles import parameters_as
+from ...operators.lazies import forward, parameters_of
 from ...operators.substitution import cholesky_solve
 from ...random_streams import generator
 from ...report import SolveReport, merged, own_solves
