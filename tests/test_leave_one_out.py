@@ -16,9 +16,10 @@ import sketchgp
 from cases import each
 from gp_models import LEFT_ALONE, SOLVED, TORCH_WARNINGS, Plain, dense, iterative, relative
 from problems import identity, normal, points
-from sketchgp.inference.leave_one_out import fitted
+from sketchgp.inference.leave_one_out import fitted, probed_diagonal, signs
 from sketchgp.operators import KernelMatrix
 from sketchgp.preconditioners.full_scale import FullScaleFactor
+from sketchgp.solvers import System
 
 pytestmark = TORCH_WARNINGS
 
@@ -225,6 +226,20 @@ def test_a_full_scale_approximation_by_all_neighbours_is_exact(rank: int) -> Non
     assert relative(found, found.mT) < 1e-12 and float(torch.linalg.eigvalsh(found)[0]) > 0
     assert relative(part.inverse_diagonal(), found.diagonal()) < 1e-10
     assert relative(found, inverse) < 0.25
+
+
+def test_a_residual_of_one_row_is_solved_for() -> None:
+    """Probes whose solutions leave a tenth of one row, always with its sign: its value is not a tenth off."""
+    matrix, noise, dense_matrix = matrix_and_noise()
+    z, system = signs(90, 16, 0, noise.device), System(matrix, noise)
+    left = torch.zeros_like(z)
+    left[7] = 0.1 * z[7]
+    exact, found = (
+        probed_diagonal(system, z, torch.linalg.solve(dense_matrix, z - rest), rest.norm(dim=0), z[:, :0], False, 0)
+        for rest in (0 * left, left)
+    )
+    moved = (found.mean - exact.mean) / torch.linalg.inv(dense_matrix).diagonal()
+    assert float(moved.abs().max()) < 0.01
 
 
 def test_a_fit_finds_what_noise_hides() -> None:

@@ -189,7 +189,8 @@ def probed_diagonal(
         rest = (prior - square_norms(factor)).clamp(min=0) + noise
         near = FullScaleFactor.of(system.operator, noise, factor, seed=seed)
         guess = near.inverse_diagonal()
-        samples = z * (solution - near.apply_inverse(z)) + guess.unsqueeze(1)
+        # of A x and not of z, so that B solves for the residual: that of one row may be alike in all probes
+        samples = z * (solution - near.apply_inverse(system.accurate_product(solution))) + guess.unsqueeze(1)
         fit = fitted(samples.mean(dim=1), guess, rest, near.local_diagonal)
     else:
         rest = prior - torch.linalg.vector_norm(factor, dim=-1).square()
