@@ -465,12 +465,16 @@ class Problem:
         limit = 1 / torch.finfo(torch.float32).eps if blocks else HARD
         return self.lost or self.reference.condition > min(limit, HARD * exact.EPS / min(self.reference.entries, 1e-2))
 
+    @property
+    def residual(self) -> float:
+        """The relative residual of the mean's weights, where nothing else is known of them."""
+        return 1e-3 if "ASkotch" in self.case.told.get("options", "") else 0.0
+
     def mean_allowed(self, truth: Truth) -> np.ndarray:
         own = np.median(self.noises()) if truth.noise is None else truth.noise
         eps = torch.finfo(self.dtype).eps
-        residual = 1e-3 if "ASkotch" in self.case.told.get("options", "") else 0.0  # what it goes to by default
         deviation = np.sqrt(np.maximum(truth.variance, 0) + own)
-        return 0.05 * deviation + residual * truth.mean_by_residual + 4 * eps * np.abs(truth.mean)
+        return 0.05 * deviation + self.residual * truth.mean_by_residual + 4 * eps * np.abs(truth.mean)
 
     def variance_allowed(self, truth: Truth, noisy: bool = False) -> np.ndarray:
         """A hundredth of the variance, twice, and what float32 can show."""
@@ -938,7 +942,9 @@ def left_out(case: Case) -> None:
         of_density = 4 * np.max([np.abs(each.left_out_density() - truth) for each in moved], 0)
         sd = np.sqrt(variance)
         doubt = 0 if found.exact else 6 * number(found.variance_standard_error)
-        wide = 0 if found.exact else 6 * number(found.residual_standard_error)
+        # those of the probes do not count what the mean's weights leave
+        of_weights = problem.residual * variance * reference.weights_by_residual
+        wide = 0 if found.exact else 6 * number(found.residual_standard_error) + of_weights
         slack = 0.05 if not found.exact else 0.02
         size = np.abs(reference.residual).max()
         case.close(

@@ -231,6 +231,12 @@ class Dense:
         eigenvalues = np.linalg.eigvalsh(self.matrix.astype(float))
         return float(eigenvalues[-1] / max(eigenvalues[0], float(self.noise.min())))
 
+    @property
+    def weights_by_residual(self) -> np.ndarray:
+        """How far a relative residual of one moves the weights."""
+        inverse = self.solve(np.eye(len(self.x), dtype=LONG))
+        return np.sqrt((inverse**2).sum(0) * (self.residual**2).sum())
+
     def at(self, points: np.ndarray, noise=None, phases: Any = 0.0) -> Truth:
         """Return the posterior at points; ``phases`` ``(m,)`` is the rounding of entries that are waves of a point."""
         cross = covariance(self.kernel, self.see(self.x), self.see(points))
