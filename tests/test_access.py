@@ -6,6 +6,7 @@ import pytest
 import torch
 from gpytorch.kernels import PeriodicKernel, RBFKernel, ScaleKernel
 from linear_operator.operators import (
+    BlockInterleavedLinearOperator,
     ConstantMulLinearOperator,
     DenseLinearOperator,
     DiagLinearOperator,
@@ -19,7 +20,7 @@ from linear_operator.operators import (
 from cases import each
 from problems import dense, normal, points, relative, set_scales
 from sketchgp.operators import KernelMatrix
-from sketchgp.operators.access import Access, AccurateProduct, entry_rounding
+from sketchgp.operators.access import Access, AccurateProduct, columns, element, entry_rounding
 from sketchgp.operators.engines import DENSE
 
 N = 30
@@ -141,7 +142,17 @@ def test_batches(stored):
     assert relative(access.columns(shared), matrix[:, :, shared]) < 1e-12
     assert relative(access.columns(own), picked) < 1e-12
     assert relative(access.block(own, own), torch.stack([picked[b][own[b]] for b in range(2)])) < 1e-12
-    assert relative(access.element((1,)).columns(shared), matrix[1][:, shared]) < 1e-12
+    assert relative(columns(element(access.operator, (1,)), shared), matrix[1][:, shared]) < 1e-12
+
+
+def test_columns_of_a_matrix_for_each_task_take_no_products(monkeypatch):
+    kernel = ScaleKernel(RBFKernel(batch_shape=torch.Size([2])), batch_shape=torch.Size([2])).double()
+    kernel.outputscale = torch.tensor([1.0, 3.0])
+    operator = BlockInterleavedLinearOperator(KernelMatrix.of(kernel, points(N).expand(2, N, 3)))
+    whole, indices = operator.to_dense().detach(), torch.tensor([4, 0, 9, 2 * N - 1])
+    for name in ("_matmul", "product"):
+        monkeypatch.setattr(KernelMatrix, name, None)
+    assert relative(Access(operator).columns(indices), whole[:, indices]) < 1e-14
 
 
 def test_columns_carry_gradients_to_the_hyperparameters():

@@ -24,7 +24,7 @@ from gp_models import dense, iterative
 from problems import normal, points, relative
 from sketchgp.errors import InputError, NumericalError
 from sketchgp.operators import KernelMatrix
-from sketchgp.operators.access import Access
+from sketchgp.operators.access import Access, element
 from sketchgp.operators.generic_tiles import BatchElement
 
 N = 70
@@ -116,7 +116,7 @@ def test_an_element_is_the_batchs(name, dtype):
         assert relative(part.diagonal(), expected.diagonal()) < tolerance
         assert relative(part.rows(rows) @ v, expected[rows] @ v.double()) < tolerance
         assert relative(part.mT.columns(rows), expected[:, rows]) < tolerance
-        exact = Access(matrix).element(tuple(index)) if dtype == torch.float32 else Access(part)
+        exact = Access(element(matrix, tuple(index))) if dtype == torch.float32 else Access(part)
         assert relative(exact.block(rows, rows), expected[rows][:, rows]) < 1e-6
 
 

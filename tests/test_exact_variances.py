@@ -124,10 +124,11 @@ def test_exact_is_exact(name: str, d: int, noise: float) -> None:
     assert float((found - expected).abs().max()) < 0.01 * noise
 
 
-@pytest.mark.parametrize("few", [20, 800])
-def test_independent_tasks_far_from_the_origin(few: int) -> None:
+@pytest.mark.parametrize(("few", "height"), [(20, 30), (800, 1)])
+def test_independent_tasks_far_from_the_origin(few: int, height: float) -> None:
     """Float32 entries would be off by more than the noise; and parameters stay as they are where those are float64."""
     x, y, z = data(2)
+    y = height * y
     x, y, z = (1000 + x).float(), y.float(), (1000 + z).float()
     model = independent(x, y, 4e-4).float()
     twin = copy.deepcopy(model).double()

@@ -12,6 +12,7 @@ from gpytorch.kernels import PeriodicKernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from linear_operator import settings, to_dense, to_linear_operator
 from linear_operator.operators import (
+    BlockInterleavedLinearOperator,
     ConstantMulLinearOperator,
     DenseLinearOperator,
     KernelLinearOperator,
@@ -130,22 +131,18 @@ def _diagonal_alone(lazy: LazyEvaluatedKernelTensor) -> Tensor | None:
 class Access:
     """Reads parts of one symmetric ``(..., n, n)`` operator, differentiably where autograd is on.
 
-    :param operator: the matrix; a ``KernelMatrix`` is evaluated in float64, others in their own dtype and then
-        converted.
+    :param operator: the matrix, or a dense one; a ``KernelMatrix`` is evaluated in float64, others in their own dtype
+        and then converted.
     :ivar n: number of rows.
     :ivar resolution: relative size of the rounding errors in the entries.
     """
 
-    def __init__(self, operator: LinearOperator) -> None:
+    def __init__(self, operator: LinearOperator | Tensor) -> None:
+        operator = to_linear_operator(operator)
         self.source, self.exact = operator, isinstance(operator, KernelMatrix)
         self.operator = operator.type(torch.float64) if self.exact else operator.evaluate_kernel()
         self.n, self.batch_shape, self.device = operator.shape[-1], operator.batch_shape, operator.device
         self.resolution: float = torch.finfo(torch.float64 if self.exact else operator.dtype).eps
-
-    @classmethod
-    def stored(cls, matrix: Tensor) -> Access:
-        """Return access to a dense symmetric tensor ``(..., n, n)``."""
-        return cls(DenseLinearOperator(matrix))
 
     def diagonal(self) -> Tensor:
         """``(..., n)``."""
@@ -165,10 +162,6 @@ class Access:
         if isinstance(self.operator, KernelMatrix) and not torch.is_grad_enabled():  # also of rows on disk
             return self.operator.product(rhs).to(torch.float64)
         return (self.operator @ rhs).to(torch.float64)
-
-    def element(self, index: tuple[int, ...]) -> Access:
-        """One matrix of the batch, without gradients."""
-        return Access(element(self.operator, index))
 
 
 @torch.no_grad()
@@ -209,6 +202,10 @@ def _columns(operator: LinearOperator, indices: Tensor) -> Tensor:
         return operator.columns(indices)
     if isinstance(operator, DenseLinearOperator):
         return take(operator.tensor, indices, -1)
+    if isinstance(operator, BlockInterleavedLinearOperator) and indices.dim() == 1:  # a matrix for each task
+        tasks = operator.base_linear_op.shape[-3]
+        own = torch.nn.functional.one_hot(indices % tasks, tasks).mT.unsqueeze(-2)
+        return (columns(operator.base_linear_op, indices // tasks) * own).transpose(-3, -2).flatten(-3, -2)
     if not indices.shape[-1]:  # operators with structure of their own refuse rank 0
         batch = torch.broadcast_shapes(operator.batch_shape, indices.shape[:-1])
         return torch.zeros(*batch, operator.shape[-1], 0, dtype=operator.dtype, device=operator.device)

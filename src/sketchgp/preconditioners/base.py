@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checks import count, settle
 from ..operators import LowRankPlusDiagonal, MovingPlusDiagonal
-from ..operators.access import Access
+from ..operators.access import Access, element
 from ..operators.moving_factors import FactorOfColumns, MovingFactor
 from ..settings import memory_budget
 from ..space import Factor, Space, held_rows, space_of, square_norms, whole
@@ -148,7 +148,7 @@ class Preconditioner:
         """
         noise = noise_of_each(matrix, noise)
         indices = list(itertools.product(*(range(size) for size in matrix.batch_shape)))
-        parts = [self.select_one(matrix.element(i) if i else matrix, noise[i]) for i in indices]
+        parts = [self.select_one(Access(element(matrix.operator, i)) if i else matrix, noise[i]) for i in indices]
         selection = parts[0] if not matrix.batch_shape else _stack(parts, matrix)
         selection.left, selection.excess = unexplained(matrix, selection.factor, noise)
         return selection

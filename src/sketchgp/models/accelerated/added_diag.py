@@ -16,7 +16,6 @@ from linear_operator import settings, to_dense
 from linear_operator.operators import (
     AddedDiagLinearOperator,
     BatchRepeatLinearOperator,
-    BlockDiagLinearOperator,
     BlockInterleavedLinearOperator,
     ConstantMulLinearOperator,
     DenseLinearOperator,
@@ -337,8 +336,8 @@ def as_kernel_matrix(operator: Any, acceleration: Acceleration) -> Any:
         return SumLinearOperator(*(as_kernel_matrix(part, acceleration) for part in operator.linear_ops))
     if type(operator) is ConstantMulLinearOperator:
         return ConstantMulLinearOperator(as_kernel_matrix(operator.base_linear_op, acceleration), operator._constant)
-    if isinstance(operator, (BlockDiagLinearOperator, BlockInterleavedLinearOperator)):
-        return type(operator)(as_kernel_matrix(operator.base_linear_op, acceleration))
+    if type(operator) is BlockInterleavedLinearOperator:
+        return BlockInterleavedLinearOperator(as_kernel_matrix(operator.base_linear_op, acceleration))
     fits = operator.shape.numel() * operator.dtype.itemsize <= memory_budget.value(operator.device)
     if type(operator) is MulLinearOperator and fits:
         return DenseLinearOperator(to_dense(operator.left_linear_op) * to_dense(operator.right_linear_op))

@@ -126,8 +126,7 @@ class AcceleratedModel(_Accelerated):
         accurate = factorized and not self.training and covariance.dtype != torch.float64  # type: ignore[attr-defined]
         ours = accurate or (acceleration.matmul != "gpytorch" and not small)
         # GPyTorch would evaluate what it slices of a kernel for each task
-        wanted = {MultivariateNormal: ours, MultitaskMultivariateNormal: accurate}
-        if prior.islazy and wanted.get(type(prior)):
+        if ours and prior.islazy and type(prior) in (MultivariateNormal, MultitaskMultivariateNormal):
             prior = _like(prior, type(prior), as_kernel_matrix(covariance, acceleration))
         # by this mark the likelihood finds the choices of the model
         setattr(prior.lazy_covariance_matrix, ATTRIBUTE, acceleration)

@@ -77,7 +77,7 @@ def block_inverse(block: Tensor, noise: Tensor, rank: int | None, generator: tor
         return BlockInverse(lambda g: cholesky_solve(g, root), 1.0, info > 0)
     apply: Callable[[Tensor], Tensor] = torch.nn.Identity()
     if rank:
-        factor = whole(gaussian_nystrom(Access.stored(block), rank, generator=generator).factor)
+        factor = whole(gaussian_nystrom(Access(block), rank, generator=generator).factor)
         least = torch.linalg.eigvalsh(factor.mT @ factor)[0].clamp(min=0)
         apply = LowRankPlusDiagonal(factor, noise + least).apply_inverse
 
