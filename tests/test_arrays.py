@@ -72,6 +72,10 @@ def fitted(estimator: Any) -> Callable[[Any], Any]:
     return lambda values: estimator.fit(values, Y > 0).predict(X)
 
 
+def predicting(estimator: Any) -> Callable[[Any], Any]:
+    return lambda values: estimator.fit(X, Y > 0).predict(values)
+
+
 ENTRIES: dict[str, Callable[[Any], Any]] = {
     "predict": lambda values: sketchgp.predict(sketchgp.accelerate(gp()), values).mean.numpy(),
     "Solution.predict": lambda values: ridge().predict(values).numpy(),
@@ -79,9 +83,9 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
     "GaussianProcessRegressor": fitted(GaussianProcessRegressor(alpha=0.1, optimizer=None)),
     "KernelRidge": fitted(KernelRidge()),
     "KernelClassifier": fitted(KernelClassifier()),
-    "predictions of GaussianProcessRegressor": GaussianProcessRegressor(alpha=0.1, optimizer=None).fit(X, Y).predict,
-    "predictions of KernelRidge": KernelRidge().fit(X, Y).predict,
-    "predictions of KernelClassifier": KernelClassifier().fit(X, Y > 0).predict,
+    "predictions of GaussianProcessRegressor": predicting(GaussianProcessRegressor(alpha=0.1, optimizer=None)),
+    "predictions of KernelRidge": predicting(KernelRidge()),
+    "predictions of KernelClassifier": predicting(KernelClassifier()),
 }
 
 

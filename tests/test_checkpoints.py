@@ -48,15 +48,12 @@ VARIANTS = {
     "askotch-float32-rounded": ASkotch(block_size=BLOCK, tol=1e-8),  # ends where float32 cannot hold the solution
     "askotch-float32-stagnates": ASkotch(block_size=BLOCK, tol=1e-6),  # float32 cannot do better
     "askotch-optimistic": ASkotch(block_size=BLOCK, tol=1e-3),  # its target is lowered, as its estimates are wrong
-    "askotch-nystrom": ASkotch(block_size=BLOCK, rank=15, tol=1e-3),
-    "askotch-small-blocks": ASkotch(block_size=7, sampling="uniform", max_passes=2, tol=1e-8),
-    "askotch-v1-nystrom": ASkotch(block_size=BLOCK, version=1, rank=15, max_passes=9, tol=1e-8),
-    "skotch": Skotch(block_size=BLOCK, tol=1e-3),
+    "askotch-v1": ASkotch(block_size=BLOCK, version=1, rank=15, max_passes=5, tol=1e-8),
+    "skotch-uniform": Skotch(block_size=BLOCK, sampling="uniform", tol=1e-3),
     "eigenpro2": EigenPro2(block_size=BLOCK, subsample_size=80, tol=1e-3),
     "eigenpro2-halved": EigenPro2(block_size=BLOCK, subsample_size=80, max_passes=12, tol=1e-8),  # its step diverged
 }
 WAYS = {  # how a variant ends, what its notes say, and how many products it takes at least
-    "askotch-float32": ("reached the tolerance", "float32 products corrected", 2),
     "askotch-float32-rounded": ("was rounded", "", 1),
     "askotch-float32-stagnates": ("", "float32 products corrected", 2),
     "askotch-optimistic": ("reached the tolerance", "", 2),
@@ -168,7 +165,7 @@ def test_a_restart_of_the_momentum_is_on_the_way(monkeypatch):
     assert any(restarts)
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("askotch", "skotch", "eigenpro2")])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("askotch", "askotch-float32", "eigenpro2")])
 def test_a_solve_that_crashes_again_and_again(monkeypatch, name, path):
     """Every process dies in its third window, having saved two at best; the last one's answer is kept."""
     solver, problem = VARIANTS[name], _problem_of(name)

@@ -136,7 +136,6 @@ def test_what_goes_on_without_time_for_a_step_tells_of_those_before(path, at_ste
         ("3", True, torch.float32),
         ("4-exact-paper", True, torch.float32),
         ("4-inexact", True, torch.float64),
-        ("4-plain", True, torch.float32),
     ],
 )
 def test_a_solve_that_crashes_again_and_again(name, streamed, dtype, path, at_step):

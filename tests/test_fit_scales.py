@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import warnings
 from typing import Any
 
@@ -257,22 +256,6 @@ def test_three_starts_of_large_fits_take_more_rows(
         told.append(history.rows)
         history = history.subset
     assert told == expected
-
-
-@pytest.mark.parametrize(("rows", "deviation", "seed", "unit"), [(40, 0.3, 3, 1e3), (80, 1.0, 5, 0.03)])
-def test_the_unit_of_the_targets_changes_nothing(
-    rows: int, deviation: float, seed: int, unit: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Output scale and noise of the model's start are far from theirs.
-
-    :param rows: that three starts are tried with; all of them are 80.
-    """
-    monkeypatch.setattr("sketchgp.fitting.run._FEW", rows)
-    generator = torch.Generator().manual_seed(seed)
-    x, noise = (torch.randn(80, d, generator=generator, dtype=torch.float64) for d in (4, 1))
-    y = x[:, 0] + 0.5 * x[:, 1] + 0.7 * torch.sin(2 * x[:, 2]) + deviation * noise[:, 0]
-    found = sketchgp.fit(_of(x, unit * y), tol=1e-3).best_loss - math.log(unit)
-    assert found == pytest.approx(sketchgp.fit(_of(x, y), tol=1e-3).best_loss, abs=0.01)
 
 
 def test_a_noise_starts_away_from_its_limit() -> None:

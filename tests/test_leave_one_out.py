@@ -262,7 +262,7 @@ def value_and_gradients(model: Any, mll: Any) -> tuple[Tensor, Tensor]:
     return value.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("name", ["scale-rbf-ard", "fixed-noise", "additive-forward", "batch-matern"])
+@pytest.mark.parametrize("name", ["fixed-noise", "additive-forward", "batch"])
 def test_the_pseudo_likelihood_is_gpytorch_s(name: str) -> None:
     model, _ = SOLVED[name].build()
     with dense():

@@ -124,7 +124,7 @@ def test_points_left_out_are_solved_for_as_far_as_needed(noise):
     ("method", "n", "lengthscale", "scale", "rank", "most"),
     [
         ("low_rank", 400, 10, 1000, 60, 85),
-        ("samples", 300, 3, 300, 40, 1000),
+        ("samples", 200, 3, 300, 40, 1000),
         ("exact", 200, 3, 300, 40, 1000),
     ],
 )

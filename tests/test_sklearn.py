@@ -48,7 +48,6 @@ def rbf(lengthscale: float = 0.7, scale: float = 1.5) -> Any:
     [
         KernelRidge(),
         KernelClassifier(),
-        GaussianProcessRegressor(optimizer=None),
         pytest.param(GaussianProcessRegressor(), marks=slow),
         pytest.param(KernelClassifier(loss="multinomial", solver=FEWER_STEPS), marks=slow),
     ],
