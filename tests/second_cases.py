@@ -1172,7 +1172,9 @@ def ask_sparse(problem: Problem, model: Any, name: str) -> None:
     # they say so where epochs end before they have come to the small eigenvalues, and a mean is then refused; and where
     # steps diverge, whose length is estimated from the inducing points alone
     short = hard or name in ("SketchySAGA", "EigenPro3", "EigenPro4")
-    short = short or (name == "NystromPCG" and truth.by_rounding > sketchgp.NystromPCG().tol)
+    # normal equations lose what their right-hand side rounds away: the first two go on to a tenth of a deviation
+    enough = {"Falkon": 0.1, "KRILL": 0.1, "NystromPCG": sketchgp.NystromPCG().tol}
+    short = short or truth.by_rounding > enough.get(name, math.inf)
     model.eval()
     if case.chance(0.5):
         call = lambda: sketchgp.predict(model, problem.points, progress=False)  # noqa: E731
@@ -1189,7 +1191,8 @@ def ask_sparse(problem: Problem, model: Any, name: str) -> None:
         case.close("sparse variance", pair[1], variances, allowed, 10 * np.abs(variances - others))
     model.train()
     mll = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
-    bound = case.ask("bound", lambda: mll(model(x), y, x).detach().double().item(), hard)
+    lost = hard or truth.condition > HARD
+    bound = case.ask("bound", lambda: mll(model(x), y, x).detach().double().item(), lost)
     if bound is not None:
         allowed = 0.01 + 1e-3 * abs(truth.bound)
         case.close("bound", bound, truth.bound, allowed, 10 * abs(truth.bound - moved.bound))

@@ -293,7 +293,7 @@ class Sparse:
         self.inner = cholesky(inner)
         cross = forwards(self.inner, self.entries(x))
         whole = np.eye(len(points), dtype=LONG) + (cross / noise) @ cross.T
-        self.outer = cholesky(whole)
+        self.outer, self.condition = cholesky(whole), float(np.trace(whole))  # of what is at least the identity
         residual = y - mean_of(mean, x)
         self.weights = backwards(self.outer, forwards(self.outer, (cross / noise) @ residual))
         right = np.sqrt(((covariance(kernel, points, x) @ (residual / noise)) ** 2).sum())

@@ -24,6 +24,7 @@ from problems import normal, points, relative, set_scales
 from sketchgp import (
     KRILL,
     QR,
+    ArcCosineKernel,
     ConvergenceWarning,
     EigenPro3,
     EigenPro4,
@@ -31,6 +32,7 @@ from sketchgp import (
     InducingPointGP,
     InducingPointProblem,
     InputError,
+    NumericalError,
     OneHot,
     SketchySAGA,
     fit,
@@ -669,6 +671,16 @@ def test_probabilities_of_classes():
         for wrong in (math.nan, math.inf):
             with pytest.raises(InputError, match="expects finite numbers, got NaN or infinity"):
                 ask(torch.cat([scores, torch.full((1, 4), wrong)]))
+
+
+@pytest.mark.parametrize("far", [1e6, 2e8, 1e10])
+def test_a_bound_that_rounding_hides_is_refused_for_that(far):
+    """One row has a prior variance up to 1e40: the others are lost, and it was 1e16 or spoke of NaN, which is none."""
+    x = torch.cat([torch.full((1, 1), far, dtype=torch.float64), points(6, 1)])
+    likelihood, kernel = GaussianLikelihood().double(), ScaleKernel(ArcCosineKernel(2) + ArcCosineKernel(2)).double()
+    model = InducingPointGP(x, x[:, 0].sin(), likelihood, ZeroMean(), kernel, x[[0, 0, 2, 3, 6]])
+    with pytest.raises(NumericalError, match="lost to rounding: drop far rows"):
+        ExactMarginalLogLikelihood(likelihood, model)(model(x), model.train_targets, x)
 
 
 def test_a_forward_of_ones_own():

@@ -25,6 +25,8 @@ from ..preconditioners import shifted_cholesky
 
 _ENTRIES = 2**21  # entries of a tile in the backward pass
 _ROWS = 2**16  # rows whose diagonal is computed at once
+_HIDDEN = 1e13  # prior variances over noises whose rounding is about a hundredth, the mean over rows
+_LOST = "Statistics of the inducing points are lost to rounding: drop far rows and NaN, or raise the noise."
 
 
 class _Statistics(torch.autograd.Function):
@@ -119,12 +121,9 @@ class Collapsed:
         self.s, c = _Statistics.apply(
             tall, given.x1, matrix, self.root, precision, self.residual, matrix.x2, *matrix.parameters
         )
-        inner = self.s + torch.eye(len(z), dtype=torch.float64, device=z.device)
-        self.inner_root, failed = torch.linalg.cholesky_ex(inner)
+        self.inner_root, failed = torch.linalg.cholesky_ex(self.s + torch.eye(len(z)).to(self.s))
         if int(failed) or not bool(torch.isfinite(self.inner_root.diagonal()).all()):
-            raise NumericalError(
-                "The statistics of the inducing points hold NaN or infinity; check data, kernel, noise.", see="nan"
-            )
+            raise NumericalError(_LOST, see="not-definite")
         self.projected = torch.linalg.solve_triangular(self.inner_root, c, upper=False)
         parts = (given.x1[rows].to(torch.float64) for rows in spans(len(x), _ROWS))
         self._diagonal = torch.cat([matrix.at(part, part, True).diagonal(dim1=-1, dim2=-2) for part in parts])
@@ -138,7 +137,12 @@ class Collapsed:
         return 2 * self.inner_root.diagonal().log().sum() + self.noise.log().sum()
 
     def trace_gap(self) -> Tensor:
-        """Return ``sum_i (k(x_i, x_i) - q(x_i, x_i)) / noise_i``, which the inducing points leave unexplained."""
+        """Return ``sum_i (k(x_i, x_i) - q(x_i, x_i)) / noise_i``, which the inducing points leave unexplained.
+
+        :raises NumericalError: where rounding of the terms, which cancel, is more than about a hundredth a row.
+        """
+        if float((self._diagonal / self.noise).detach().mean()) > _HIDDEN:
+            raise NumericalError(_LOST, see="not-definite")
         return (self._diagonal / self.noise).sum() - self.s.diagonal().sum()
 
     def half(self, x: Tensor) -> tuple[Tensor, Tensor]:
