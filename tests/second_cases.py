@@ -1375,9 +1375,11 @@ def fits(case: Case) -> None:
 
     start = torch.cat([p.detach().reshape(-1) for p in parameters]).numpy()
     end = torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad]).numpy()
+    # a fit ends where ten steps bring less than its tolerance, and a network's loss may fall beyond such a plateau
+    steps = 30 if problem.deep else 300
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        further = minimize(dense_loss, end, jac=True, method="L-BFGS-B", options={"maxiter": 300})
+        further = minimize(dense_loss, end, jac=True, method="L-BFGS-B", options={"maxiter": steps})
         theirs = minimize(dense_loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 300})
         dense_loss(theirs.x)
     problem.model = plain
