@@ -481,6 +481,22 @@ def test_a_change_in_eval_mode_is_seen_by_the_next_call(what, factorized):
     assert not torch.allclose(after, before, atol=1e-4)
 
 
+@pytest.mark.parametrize("factorized", [20, 800])
+def test_a_kernel_in_place_of_one_that_has_changed_since(factorized):
+    """Its values are those that the mean was solved with; the old kernel's are not."""
+    model, test = make()
+    with gpytorch.settings.max_cholesky_size(factorized), torch.no_grad():
+        model(test).mean  # noqa: B018
+        old, model.covar_module = model.covar_module, scaled(RBFKernel(), 0.8).double()
+        for parameter in old.parameters():
+            parameter.add_(1)
+        after = model(test)
+        model._clear_cache()
+        anew = model(test)
+        assert torch.allclose(after.variance, anew.variance, rtol=1e-6)
+        assert torch.allclose(after.mean, anew.mean, rtol=1e-6)
+
+
 def test_fantasies_keep_what_they_were_made_of():
     model, test = make()
     model(test).mean  # noqa: B018

@@ -18,7 +18,7 @@ from gpytorch.utils.warnings import GPInputWarning
 from torch import Tensor
 
 from ...errors import ConvergenceWarning, warn
-from ...fingerprint import data_key, module_key
+from ...fingerprint import Held, data_key, module_key
 from ...operators.lazies import KERNELS, take_caches
 from ...report import SolveReport, merged, own_solves
 from .acceleration import ATTRIBUTE
@@ -66,12 +66,15 @@ def drop_stale_strategy(model: Any) -> None:
 
 
 def solution_key(model: Any) -> tuple[Any, ...]:
-    """Return a key of everything that the solution behind a model's mean depends on."""
+    """Return a key of everything that the solution behind a model's mean depends on.
+
+    A strategy keeps parts of the model: others of equal values are others.
+    """
     asked = (settings.observation_nan_policy, settings.eval_cg_tolerance, settings.max_cg_iterations,
              settings.max_preconditioner_size)  # fmt: skip
-    data = (*model.train_inputs, model.train_targets)
+    data, parts = (*model.train_inputs, model.train_targets), (model.likelihood, *model.parameters())
     with KERNELS:  # meanwhile no kernel computes with parameters of others
-        return (*(setting.value() for setting in asked), *map(data_key, data), *module_key(model))
+        return (*(one.value() for one in asked), *map(Held, parts), *map(data_key, data), *module_key(model))
 
 
 def solves_all(strategy: Any) -> bool:
