@@ -58,6 +58,7 @@ class Case:
 
     def __init__(self, seed: int, index: int):
         self.rng = np.random.default_rng([seed, index])
+        self.later = np.random.default_rng([seed, index, 1])  # for choices that came later and renumber no case
         self.told: dict[str, Any] = {}
         self.steps: list[str] = []
         self.outcomes: Counter[str] = Counter()
@@ -90,7 +91,7 @@ class Case:
             try:
                 found = call()
             except (sketchgp.SketchGPError, NotPSDError) as error:
-                words = "tol='certified'" if refusal is None else f"{refusal}|tol='certified'"
+                words = "tol='certified'|FullScale expects" + ("" if refusal is None else f"|{refusal}")
                 announced = any(word in str(error) for word in words.split("|"))
                 if announced and isinstance(error, sketchgp.InputError):
                     self.outcomes["refused"] += 1
@@ -515,6 +516,9 @@ def options(case: Case) -> dict[str, Any]:
         ),
         "matmul": case.pick("auto", "dense", "tiled", "gpytorch"),
     }
+    if case.later.random() < 1 / 6:
+        ranks, neighbors = (None, None, 0, 5), (None, None, 1, 8)
+        found["preconditioner"] = sketchgp.FullScale(*(case.later.choice(of) for of in (ranks, neighbors)))
     case.note(options=str(found))
     return found
 
@@ -1060,12 +1064,15 @@ def draws(case: Case) -> None:
         floor = 0.05 * np.sqrt(truth.variance + own) + 8 * torch.finfo(problem.dtype).eps * (
             np.abs(truth.mean) + np.sqrt(np.abs(truth.covariance).max())
         )
-        case.close("mean of samples", found.mean(0), truth.mean, 6 * sd / math.sqrt(count) + floor, truth.mean_rounding)
-        spread = found.std(0, ddof=1)
-        root = np.sqrt(truth.variance_rounding)
+        floor = floor + 2 * problem.residual * truth.mean_by_residual  # of the mean, and of every sample's own solve
+        factor = 0.0
         if way == "rsample":  # GPyTorch's factor of the covariance, with its jitter, rounded in the largest variance
             rounding = torch.finfo(problem.dtype).eps * float(truth.variance.max())
-            root = root + 3 * math.sqrt((1e-6 if problem.dtype == torch.float32 else 1e-8) + rounding) + sd
+            factor = 3 * math.sqrt((1e-6 if problem.dtype == torch.float32 else 1e-8) + rounding)
+        doubt = 6 * (sd + factor) / math.sqrt(count) + floor
+        case.close("mean of samples", found.mean(0), truth.mean, doubt, truth.mean_rounding)
+        spread = found.std(0, ddof=1)
+        root = np.sqrt(truth.variance_rounding) + factor + (sd if way == "rsample" else 0.0)
         prior = np.diagonal(exact.covariance(model.covar_module, *[problem.see(rows(problem.points))] * 2))
         share = truth.variance / np.maximum(prior, 1e-300)
         case.close(
