@@ -683,6 +683,18 @@ def test_a_bound_that_rounding_hides_is_refused_for_that(far):
         ExactMarginalLogLikelihood(likelihood, model)(model(x), model.train_targets, x)
 
 
+def test_a_part_of_a_kernel_in_place_of_one_that_has_changed_since():
+    """Its values are those that variances were prepared with; the old part's are not."""
+    likelihood, kernels = GaussianLikelihood().double(), [ScaleKernel(MaternKernel(nu=1.5)).double() for _ in range(2)]
+    x = points(N)
+    model = InducingPointGP(x, x.sum(dim=1).sin(), likelihood, ZeroMean(), kernels[0], x[:9], variance="samples").eval()
+    with torch.no_grad():
+        before, old = model(TEST).variance, model.covar_module.base_kernel
+        model.covar_module.base_kernel = kernels[1].base_kernel
+        old.lengthscale = 0.1
+        assert torch.allclose(model(TEST).variance, before, rtol=1e-8)
+
+
 def test_a_forward_of_ones_own():
     class Own(InducingPointGP):
         def forward(self, x):

@@ -278,7 +278,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         with KERNELS:  # no kernel computes with other parameters than its own meanwhile
             modules = [module_key(part) for part in parts]
         state = (
-            *(Held(part) for part in (*parts, self.solver)),
+            *(Held(part) for part in (*parts, *self.parameters(), self.solver)),
             *modules,
             *(tensor_key(values) for values in (self.inducing_points, self.noise())),
             *(data_key(data) for data in (self._x, self.train_targets)),
