@@ -116,7 +116,7 @@ def test_float32_that_has_lost_the_matrix(tmp_path: Path, monkeypatch: pytest.Mo
     options: dict[str, Any] = {"iterations": 4, "tol": 0, "num_probes": 5, "objective": "probes"}
     with iterative(tol=1e-3), warnings.catch_warnings():
         warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)
-        whole, model = (nearly_constant(torch.float32, 60, preconditioner=None) for _ in range(2))
+        whole, model = (nearly_constant(torch.float32, 60, preconditioner=None, matmul="tiled") for _ in range(2))
         expected = sketchgp.fit(whole, **options)
         killed_at(4, copy.deepcopy(model), **options, checkpoint=tmp_path / "fit.pt", every=1e-6)
         history = sketchgp.fit(model, **options, checkpoint=tmp_path / "fit.pt")

@@ -97,7 +97,12 @@ def test_a_search_in_what_solves_leave_of_a_loss_ends(
 
 @pytest.mark.parametrize(
     ("exact", "trials", "in_vain"),
-    [(True, [1, 4, 16, 64], False), (True, [1, 4, 16, 15], True), (True, [-1, 1, -1, -2], True), (False, [1, 4], True)],
+    [
+        (True, [1, 4, 16, 64], False),
+        (True, [1, 4, 16, 15], True),
+        (True, [-1, 1, -1, -2], True),
+        (False, [1, 4, 16, 64], True),
+    ],
 )
 def test_a_search_that_leaves_a_plateau_goes_on(exact: bool, trials: list[float], in_vain: bool) -> None:
     """Each trial is lower than those before, if by less than the tolerance; errors of solves look alike."""

@@ -125,7 +125,7 @@ def test_lanczos_vectors() -> None:
     built = sketchgp.RPCholesky(rank=12).build(system.operator, system.noise)
     rhs = torch.randn(60, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     solver = ConjugateGradients(tol=1e-6)
-    value, report, matrices, vectors = solver.tridiagonalize(system, rhs, built, 3)  # the last column is no probe
+    value, _, report, matrices, vectors = solver.tridiagonalize(system, rhs, built, 3)  # the last column is no probe
     matrix = kernel(x).to_dense().detach() + 0.05 * torch.eye(60, dtype=torch.float64)
     assert report.converged
     assert float((matrix @ value - rhs).norm(dim=0).max()) < 1e-5
@@ -206,7 +206,7 @@ def test_float32_that_has_lost_the_matrix(preconditioner: Any) -> None:
     """Its eigenvalues say so, and products are in float64 from there on; float64 models never need it."""
     found = {}
     for dtype in (torch.float32, torch.float64):
-        model = nearly_constant(dtype, preconditioner=preconditioner)
+        model = nearly_constant(dtype, preconditioner=preconditioner, matmul="tiled")
         with warnings.catch_warnings(), iterative(tol=1e-3):
             if preconditioner is None:  # nothing ends the first try, and it does not converge
                 warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)
@@ -221,6 +221,70 @@ def test_float32_that_has_lost_the_matrix(preconditioner: Any) -> None:
     assert value == pytest.approx(exact, abs=0.02)
     assert double == pytest.approx(exact, abs=0.02)
     assert float((gradient - expected).norm() / expected.norm()) < 0.2
+
+
+def test_a_stored_remainder_loses_nothing() -> None:
+    """Of the matrix that float32 products lose, the loss is the exact one without float64 products."""
+    model = nearly_constant(torch.float32)
+    with dense():
+        exact = -float(marginal(nearly_constant(torch.float64))[0])
+    with iterative(tol=1e-3):
+        assert float(loss(model).detach()) == pytest.approx(exact, abs=0.02)
+    assert not model._sketchgp.doubled
+
+
+def test_products_with_a_stored_remainder() -> None:
+    """Of several tiles, to less than float32 can say of an entry of K."""
+    x = torch.rand(700, 2, generator=torch.Generator().manual_seed(1))
+    kernel = gpytorch.kernels.ScaleKernel(RBFKernel()) + gpytorch.kernels.MaternKernel(nu=1.5)
+    kernel.kernels[0].outputscale, kernel.kernels[1].lengthscale = 1e4, 3.0
+    vectors = torch.randn(700, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for matrix, budget, better in (
+        (KernelMatrix.of(kernel, x), 10**8, 1e-6),
+        (KernelMatrix.of(kernel, x) + KernelMatrix.of(RBFKernel(), x), 10**8, 1.0),  # entries are not had in float64
+        (KernelMatrix.of(kernel, x, engine="tiled"), 10**8, 1.0),  # as the user chose
+        (KernelMatrix.of(kernel, x), 2 * 700**2 - 1, 1.0),
+    ):
+        system = System(matrix, torch.full((700,), 0.1))
+        with sketchgp.settings.memory_budget(budget), torch.no_grad():
+            expected, before = system.accurate_product(vectors), system.product(vectors)
+            system.store_remainder()
+            error = (system.product(vectors) - expected).norm() / (before - expected).norm()
+        assert float(error) == 1.0 or better < 1.0
+        assert float(error) < better or better == 1.0
+
+
+def test_the_quadratic_form_errs_by_the_square_of_the_residual() -> None:
+    """And is a lower bound, also where rounding has ended a recurrence and begun another."""
+    model = nearly_constant(torch.float32, matmul="tiled")
+    matrix = KernelMatrix.of(model.covar_module, model.train_inputs[0], engine="tiled")
+    system = System(matrix, torch.full((300,), 1.0))
+    b = torch.randn(300, 3, generator=torch.Generator().manual_seed(1))
+    dense_matrix = system.access.block(torch.arange(300), torch.arange(300)) + torch.eye(300, dtype=torch.float64)
+    exact = (b.double() * torch.linalg.solve(dense_matrix, b.double())).sum(dim=0)
+    _, forms, *_ = ConjugateGradients(tol=1e-2).tridiagonalize(system, b, None, 1)
+    error = exact - forms
+    assert bool((error > -1e-9 * exact).all())
+    assert float((error / exact).max()) < 1e-4
+
+
+def test_a_gradient_for_which_the_preconditioner_stands_still() -> None:
+    """Its mean over many probes is the exact one, and the value is the same as with the other gradient."""
+    found = []
+    for still in (False, True):
+        model = accelerated("scale-rbf-ard", sketchgp.RPCholesky(rank=4))
+        density = Probes(still=still)
+        with iterative(tol=1e-6), model._sketchgp.having(probe_seed=0, probe_count=4000, density=density):
+            value = loss(model)
+            value.backward()
+        found.append((float(value.detach()), torch.cat([p.grad.flatten() for p in model.parameters()])))
+    with dense():
+        twin = SOLVED["scale-rbf-ard"].build()[0].train()
+        loss(twin).backward()
+    exact = torch.cat([p.grad.flatten() for p in twin.parameters()])
+    assert found[0][0] == found[1][0]
+    assert float((found[1][1] - exact).norm() / exact.norm()) < 0.05
+    assert float((found[1][1] - found[0][1]).norm()) > 0
 
 
 @pytest.mark.parametrize("seed", [0, 7, None])

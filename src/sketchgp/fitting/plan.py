@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import gpytorch
@@ -26,14 +25,10 @@ from ..solvers import Cholesky
 from .objective import ModelState, Objective
 
 EXACT = {"cpu": 5000, "cuda": 20000}  # rows up to which losses are by factorization
-# An evaluation by factorization takes the time of so many rows a product with K (and its share of all else) in one with
-# probes: 45 at 9,600 rows and 68 at 6,000 of uci_pol, on one core.
-_ROWS_A_PRODUCT = 60
-_ROOM = 1.5  # factor by which the memory budget must exceed one matrix for a factorization on the way
 _KNOWN = (GaussianLikelihood, FixedNoiseGaussianLikelihood, MultitaskGaussianLikelihood)
 _NEIGHBORS = 16  # of a start by Vecchia's approximation: with 32 it takes twice the time and ends 0.0005 a row lower
-_SUBSET = 2000  # rows of a subset to start from, fitted exactly; of larger fits, those that larger ones start from:
-_LEVELS = ((8_000, 5_000), (40_000, 16_000), (96_000, 40_000), (320_000, 128_000))  # (rows, those that come before)
+_SUBSET = 2000  # rows of a subset to start from, fitted exactly; of larger fits, (rows, those that come before):
+_LEVELS = ((8_000, 5_000), (40_000, 16_000), (96_000, 40_000), (320_000, 128_000))
 
 
 def route(base: Objective, asked: str, optimizer: str) -> tuple[str, str]:
@@ -70,17 +65,13 @@ def route(base: Objective, asked: str, optimizer: str) -> tuple[str, str]:
         return asked, ""
     if isinstance(acceleration.solver, Cholesky):
         return "exact", ""
-    fits = 8 * rows * rows * _systems(base) <= memory_budget.value(device)
-    if _free(acceleration) and fits and rows <= EXACT.get(device.type, EXACT["cpu"]):
+    fits = 8 * rows * base.model.train_targets.numel() <= memory_budget.value(device)  # all systems of a batch
+    free = isinstance(acceleration.solver, str) and threshold_untouched()  # left to the library
+    if free and fits and rows <= EXACT.get(device.type, EXACT["cpu"]):
         return "exact", ""
     if rows <= cholesky_points() or not left_to_us(settings.fast_computations.log_prob):
         return "probes", "GPyTorch factorizes the matrix, by its settings in force"
     return "probes", ""
-
-
-def _free(acceleration: Acceleration) -> bool:
-    """Return whether the user left the choice of the solver to the library."""
-    return isinstance(acceleration.solver, str) and threshold_untouched()
 
 
 def _sampled(model: Any, acceleration: Acceleration) -> bool:
@@ -111,23 +102,6 @@ def _training_covariance(model: Any) -> Any:
             return marginal.lazy_covariance_matrix.evaluate_kernel()
     finally:
         before.put_back()
-
-
-def _systems(objective: Objective) -> int:
-    """Return the number of systems of a model: 1, or that of its batch."""
-    return int(objective.model.train_targets.numel()) // max(objective.rows, 1)
-
-
-def dearest(base: Objective, asked: str) -> float:
-    """Return the products with K of an evaluation with probes above which a factorization is sooner done.
-
-    It is infinite where a factorization does not fit into memory, or was not left to the library.
-    """
-    acceleration = base.acceleration
-    if acceleration is None or asked != "auto" or base.model.train_targets.device.type != "cpu":
-        return math.inf
-    fits = _ROOM * 8 * base.rows**2 <= memory_budget.value()
-    return base.rows / _ROWS_A_PRODUCT if fits and _systems(base) == 1 and _free(acceleration) else math.inf
 
 
 def exact_objective(model: Any, mll: Any) -> Objective:

@@ -21,10 +21,10 @@ from ..memory import out_of_memory
 from ..models.accelerated.acceleration import Acceleration
 from ..solvers.loop import compare_ranks
 from . import starts
-from .history import DEAR, FLAT, LOST, SETTLED, STOPPED, UNSURE, FitHistory
+from .history import FLAT, LOST, SETTLED, STOPPED, UNSURE, FitHistory
 from .minimise import minimise
 from .objective import ModelState, Objective
-from .plan import by_neighbors, dearest, exact_objective, on_subset, route, rows_before
+from .plan import by_neighbors, exact_objective, on_subset, route, rows_before
 from .record import Record, fit_marks
 from .stage import ENDED, Stage
 from .steps import Steps
@@ -35,6 +35,7 @@ _FOR_EACH = 25  # for each hyperparameter, where there are many
 _ROUGH = 10.0  # factor on the tolerance at which fits to the latter have settled
 _MANY = 3000  # rows above which a fit starts from a subset
 _ITERATIONS = {"lbfgs": 500, "adam": 50}
+_UNFELT = 5e-5  # nats a row that a minimum may be too high by gradients for which preconditioners stand still
 _SAME = 0.002  # nats a row between ends of different starts that are one minimum
 # Other starts: lengthscales over the size of the inputs, and noises over the targets' variance.  Of 124 problems of 160
 # and 400 rows the best of three ends was more than 0.1 a row above the best of eleven on 3, that from the model's start
@@ -183,7 +184,8 @@ class Fit:
     def _routed(self, model: Any, mll: Any, choices: Choices, full: bool) -> Stage:
         """Return a stage whose losses are computed as its rows, the model and the choices tell."""
         base = Objective(model, mll)
-        base.density = None if base.acceleration is None else Probes(watched=True)
+        unfelt = sum(p.numel() for p in base.parameters) <= _UNFELT * 2 * choices.num_probes * base.rows
+        base.density = None if base.acceleration is None else Probes(watched=True, still=unfelt)
         kind, why = route(base, choices.objective, choices.optimizer)
         optimizer = choices.optimizer
         if optimizer == "auto":
@@ -335,27 +337,18 @@ class Fit:
     def _minimise(self, stage: Stage, bar: Any) -> None:
         """Run the optimiser until it ends for other reasons than the density."""
         while True:
-            stage.steps = self._steps(stage, bar)
+            stage.steps = Steps(stage, bar, self.callback, self.record.began)
+            stage.objective.evaluations = self.record.evaluations(stage.objective.cache)
             try:
                 stage.judge_revived()
                 stage.inverse_hessian = minimise(stage.steps, self.choices.learning_rate, stage.inverse_hessian)
             finally:
                 self.kept = stage.best or self.kept
-            if stage.history.reason == DEAR:
-                stage.leave_long_solves()
-            elif stage.history.reason == LOST:
+            if stage.history.reason == LOST:
                 stage.begin_anew()
             elif not stage.renew_neighbors():
                 stage.base.restore(stage.steps.best)
                 return
-
-    def _steps(self, stage: Stage, bar: Any) -> Steps:
-        """Return the steps of the next run, which begins near a minimum where the inverse Hessian is known."""
-        steps = Steps(stage, bar, self.callback, self.record.began)
-        if stage.history.optimizer == "lbfgs" and stage.kind == "probes":
-            steps.dearest = dearest(stage.base, self.choices.objective)
-        stage.objective.evaluations = self.record.evaluations(stage.objective.cache)
-        return steps
 
     @contextmanager
     def _one_function(self, stage: Stage) -> Iterator[None]:

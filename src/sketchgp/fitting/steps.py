@@ -9,16 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from ..density import standard_error
-from .history import AGED, DEAR, LOST, SETTLED, STOPPED
+from .history import AGED, LOST, SETTLED, STOPPED
 from .record import Evaluation
 
 _NEAR = 4  # steps of L-BFGS over which a loss is judged near a minimum
 _SPAN = {"exact": 10, "bound": 10, "vecchia": 10}  # and elsewhere, by the kind of the loss
 _ESTIMATED = 3  # of other kinds
 NOT_FINITE = "met a loss or gradient that is not finite"
-# (trials, factor on the tolerance): a line search is in vain after so many trials in a row whose losses are that near
-# to where it began.  The second holds for solves only, as exact losses lead away from a plateau.
-_IN_VAIN = ((4, 1.0), (2, 0.1))
+_IN_VAIN = 4  # trials of a line search in a row, all within the tolerance of where it began, that tell nothing more
 _SHARE = 0.5  # of its standard error, below which an improvement is none
 
 
@@ -37,15 +35,13 @@ class Steps:
     :ivar first: number of steps before this run.
     :ivar best: the parameters of the best step, of this run or the one before.
     :ivar changed: whether losses are by float64 products now, and were not at the first step.
-    :ivar dearest: a run ends where an evaluation takes more products with the kernel matrix.
     :ivar longest: the most steps of a run.
     """
 
     def __init__(self, stage: Any, bar: Any, callback: Callable[[int, float], Any] | None, began: float) -> None:
         self.objective, self.history, self.limit, self.tol = stage.objective, stage.history, stage.limit, stage.tol
-        self.bar, self.callback, self.began = bar, callback, began
+        self.bar, self.callback, self.began, self.longest = bar, callback, began, stage.longest
         self.first, self.best = len(self.history.losses), stage.best or self.objective.state()
-        self.longest, self.dearest = stage.longest, math.inf
         span = _SPAN.get(self.history.objective, _ESTIMATED)
         self._span = span if stage.inverse_hessian is None else min(span, _NEAR)
         self._probes: list[tuple[Tensor, ...]] = []  # of each step
@@ -87,8 +83,6 @@ class Steps:
             history.reason = STOPPED
         elif self.changed:
             history.reason = LOST
-        elif evaluation.products > self.dearest:
-            history.reason = DEAR
         elif self._settled():
             history.reason = SETTLED
         elif len(history.losses) >= self.limit:
@@ -105,13 +99,13 @@ class Steps:
 
         SciPy's goes on for twenty evaluations, and for as many again along the gradient.
         """
-        losses, exact = self.history.losses[self.first :], self.objective.exact
-        trials = [trial.value for trial in self._since]
-        leaves = exact and trials and trials[-1] < min(losses[-1:] + trials[:-1])  # a plateau, faster with each trial
+        losses, trials = self.history.losses[self.first :], [trial.value for trial in self._since]
+        # a plateau of an exact loss is left faster with each trial
+        leaves = self.objective.exact and trials and trials[-1] < min(losses[-1:] + trials[:-1])
         if len(losses) < 2 or leaves:
             return False
-        apart, rules = [abs(value - losses[-1]) for value in trials], _IN_VAIN[:1] if exact else _IN_VAIN
-        return any(len(apart) >= most and max(apart[-most:]) < share * self.tol for most, share in rules)
+        apart = [abs(value - losses[-1]) for value in trials[-_IN_VAIN:]]
+        return len(apart) == _IN_VAIN and max(apart) < self.tol
 
     def _improvement(self, losses: Sequence[Any]) -> Any:
         """Return the improvement at the end of losses, which is linear in them; None where they are too few."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from ...density import Probes
 from ...density.base import bilinear_derivative
 from ...errors import NumericalError
-from ...operators import KernelMatrix, LowRankPlusDiagonal
+from ...operators import KernelMatrix
 from ...operators.access import float64
 from ...operators.first_order import in_callers_context
 from ...operators.tiles import logger
@@ -218,13 +218,13 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
             before = None if start is None else start.targets
             value, report = acceleration.solve(solver, system, rhs, before, followed=followed)
             asked = acceleration.preconditioner if report.rank else None
-            self._tell(report, why, "" if asked is None else asked.note(self.shape[-1]))
+            self.tell(report, why, "" if asked is None else asked.note(self.shape[-1]))
         if purpose != "columns" and report.failed and not getattr(solver, "limited", False):
             raise NumericalError(no_answer(report), see="failed-mean")
         warn_of(report)
         return value
 
-    def _tell(self, report: SolveReport, *why: str) -> None:
+    def tell(self, report: SolveReport, *why: str) -> None:
         """Add notes to the report of a solve, and log it where GPyTorch's settings ask for that."""
         for note in filter(None, (*why, why_iterative(self.shape[-1]))):
             report.notes.append(note)
@@ -234,23 +234,6 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
 
     def _preconditioner(self) -> tuple[Any, Any, Any]:
         return None, None, None  # solved() builds the one that it needs
-
-    def probed_solve(
-        self, columns: Tensor, built: LowRankPlusDiagonal | None, probes: int, judged: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``A^-1 columns`` by conjugate gradients, with T and W of the first so many columns
-        (:meth:`sketchgp.solvers.ConjugateGradients.tridiagonalize`).
-
-        :param judged: whether to end where rounding has made another matrix of A.
-        :raises LostToRoundingError: there.
-        """
-        acceleration = self.acceleration
-        options = {**acceleration.preconditioned(built), "setup_seconds": acceleration.cache.take_seconds()}
-        value, report, matrices, vectors = acceleration.conjugate_gradients(self.evaluation).tridiagonalize(
-            self.system(), columns, columns=probes, judged=judged, **options
-        )
-        self._tell(report)
-        return value, matrices, vectors
 
     # --- rebuilding -----------------------------------------------------------------------------------------
 

@@ -185,7 +185,7 @@ class ConjugateGradients(FullSolver):
         below: bool = False,
         setup_seconds: float = 0.0,
         judged: bool = False,
-    ) -> tuple[Tensor, SolveReport, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, SolveReport, Tensor, Tensor]:
         """Solve one system (or a batch) and keep what Lanczos's method sees on the way.
 
         With ``P = R R^T`` the preconditioner, its vectors V of ``R^-1 A R^-T`` begin with ``R^-1 rhs`` of norm 1;
@@ -194,17 +194,20 @@ class ConjugateGradients(FullSolver):
         :param rhs: ``(..., n, t)``; :param columns: the first so many are those of Lanczos.
         :param judged: whether to end where their eigenvalues tell that float32 products are with another matrix.
         :raises LostToRoundingError: there.
-        :returns: the solution, its report, T ``(columns, ..., k, k)`` float64, and W ``(columns, ..., n, k)`` in rhs's
+        :returns: the solution; ``2 b^T x - x^T A x`` of each column, at most ``b^T A^-1 b`` and less by the square of
+            the error alone; its report, T ``(columns, ..., k, k)`` float64, and W ``(columns, ..., n, k)`` in rhs's
             dtype; rows of T past a column's end are unit rows, columns of W are zero.  k is at most what the memory
             budget allows of W, or 20; a note of the report says where that was short.
         """
+        system.store_remainder()
         method = self._method(system, rhs, preconditioner, below=below, lanczos_columns=columns, keep_vectors=True)
-        method.watched = judged
+        method.watched, method.out_dtype = judged, torch.float64  # judged before it is rounded
         unlimited = dataclasses.replace(self, max_seconds=None, checkpoint=None)
         value, report = unlimited._run(method, rhs, name, began=clock() - setup_seconds)
         if method.lost:
             raise LostToRoundingError("An eigenvalue of a matrix that has none so small.")
-        return value.to(rhs.dtype), report, method.lanczos.matrices(), method.lanczos.kept_vectors()
+        forms = method.space.dot(method.value, method.b + method.r)
+        return value.to(rhs.dtype), forms, report, method.lanczos.matrices(), method.lanczos.kept_vectors()
 
     @torch.no_grad()
     def _method(self, system: System, rhs: Tensor, built: LowRankPlusDiagonal | None, **wanted: Any) -> Gradients:
