@@ -85,7 +85,7 @@ def leave_one_out(
     ``1 / a_i`` (Rasmussen and Williams 2006, equation 5.12).  Exact by one factorization, ``n^3`` operations; else the
     w of the model's mean are used and the a_i are estimated by probes, one block solve to a residual of 5e-3 with as
     many columns.  Beside the probes a row's value has what a low-rank and nearest-neighbour approximation of ``A^-1``
-    (:class:`sketchgp.FullScale`, for models with one plain kernel) says of it, calibrated by all of them.
+    (:class:`sketchgp.FullScale`, for kernels that are evaluated by entries) says of it, calibrated by all of them.
 
     :param model: one that :func:`accelerate` was called on, with one output and no batch, or an
         :class:`InducingPointGP` (exact, with its inducing points as they are: ``n m^2`` operations); it is put into

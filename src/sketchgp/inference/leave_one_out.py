@@ -24,8 +24,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..operators import KernelMatrix
-from ..operators.access import Access
+from ..operators.access import Access, has_entries
 from ..operators.tiles import spans
 from ..preconditioners.full_scale import FullScaleFactor
 from ..random_streams import generator
@@ -184,7 +183,7 @@ def probed_diagonal(
     :param seed: of the order of :class:`.FullScaleFactor`.
     """
     factor, noise, prior = whole(factor), system.noise.to(torch.float64), Access(system.operator).diagonal()
-    if isinstance(system.operator, KernelMatrix):
+    if has_entries(system.operator):
         factor = factor if below else factor[:, :0]
         rest = (prior - square_norms(factor)).clamp(min=0) + noise
         near = FullScaleFactor.of(system.operator, noise, factor, seed=seed)
