@@ -12,8 +12,8 @@ from pathlib import Path
 from test_floors import SOURCE, imports
 
 LIMITS = {
-    "lines of code": 22_464,
-    "files": 193,
+    "lines of code": 22_703,
+    "files": 194,
     "subclasses of LinearOperator": 6,
     "context variables": 8,
     "private names of others": 45,

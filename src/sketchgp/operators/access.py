@@ -23,7 +23,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from ..row_sources import blocks
-from .engines import DENSE, TRITON, choose
+from .engines import DENSE, LATTICE, TRITON, choose
 from .generic_tiles import call
 from .kernel_matrix import KernelMatrix
 from .lazies import SUMS, evaluated, keeps_gradients, without_keops
@@ -263,7 +263,8 @@ def accurate_terms(operator: LinearOperator) -> list[Term]:
 
     def accurate(part: LinearOperator) -> LinearOperator:
         if isinstance(part, KernelMatrix):
-            return part.type(torch.float64).by("tiled")
+            double = part.type(torch.float64)
+            return double.by("lattice" if LATTICE.serves(double.pairs) else "tiled")
         return part if isinstance(part, DenseLinearOperator) else part.type(torch.float64)
 
     return [(scale, accurate(part)) for scale, part in terms(operator)]

@@ -14,7 +14,7 @@ import torch
 from ..devices import float64_cost
 from ..operators import KernelMatrix
 from ..operators.access import Access, terms
-from ..operators.engines import DENSE, TILED, choose
+from ..operators.engines import DENSE, LATTICE, TILED, choose
 from ..operators.nearby import nearby
 
 _NEGLIGIBLE = 0.01  # of sum(residual / noise), below which the matrix is its diagonal to the probes, too
@@ -116,7 +116,10 @@ class Costs:
 
 def _share(part: Any) -> float:
     """Return the share of all pairs of points that a product evaluates; several ranks share out all of them."""
-    if not isinstance(part, KernelMatrix) or choose(part.pairs) is not TILED or part.pairs.ranks() is not None:
+    engine = choose(part.pairs) if isinstance(part, KernelMatrix) else None
+    if engine is LATTICE:
+        return LATTICE.share(part.pairs)
+    if engine is not TILED or part.pairs.ranks() is not None:
         return 1.0
     near = nearby(part.pairs)
     return 1.0 if near is None else near.share

@@ -15,11 +15,12 @@ from ...settings import SHARE, memory_budget
 from ..expression import recognise
 from ..pairs import Pairs
 from .base import Engine
+from .lattice import Lattice
 from .tiled import Dense, Tiled
 from .triton import Triton
 
-DENSE, TILED, TRITON = Dense(), Tiled(), Triton()
-_NAMED: dict[str, Engine] = {engine.name: engine for engine in (DENSE, TILED, TRITON)}
+DENSE, LATTICE, TILED, TRITON = Dense(), Lattice(), Tiled(), Triton()
+_NAMED: dict[str, Engine] = {engine.name: engine for engine in (DENSE, LATTICE, TILED, TRITON)}
 ENGINES = ("auto", *_NAMED)
 PRECISIONS = tuple(dict.fromkeys(name for engine in _NAMED.values() for name in engine.precisions))
 
@@ -67,6 +68,7 @@ def _refuse(engine: str, reason: str | None) -> None:
 def choose(pairs: Pairs) -> Engine:
     """The engine of a product: the one that was named, else the fastest that applies.
 
+    That points lie on a lattice is found from their coordinates (:meth:`.Lattice.serves`).
     A named engine that cannot take a variant of its matrix (its float64 copy, say) is replaced by tiles.
     """
     if pairs.sources:
@@ -74,6 +76,8 @@ def choose(pairs: Pairs) -> Engine:
     if pairs.engine != "auto":
         engine = _NAMED[pairs.engine]
         return engine if engine.missing(pairs) is None else TILED
+    if LATTICE.serves(pairs):
+        return LATTICE
     square = pairs.same  # a rectangular block is used once: storing it would gain nothing
     fits = square and DENSE.fits(pairs)
     fused = None if fits or pairs.device.type != "cuda" else TRITON.missing(pairs)

@@ -1,0 +1,345 @@
+"""The engine ``"lattice"``: exact products in n log n where points lie on a regular lattice, with gaps.
+
+A recognised kernel is a function of differences, and even in each of them.  With points ``x_i = o + h j_i`` for
+integers j, ``k(x_i, x_l) = c[|j_i - j_l|]``, and with S, which puts rows into cells of a grid,
+
+    K v = S1^T F^-1 (F c * F S2 v),
+
+where the transform F is of ``M_k >= 2 N_k - 1`` points along each of the N_k cells, so that nothing wraps around.  Gaps
+cost nothing.  A derivative is one correlation for all hyperparameters,
+
+    u^T dK v = sum_tau R[tau] dc[tau],    R = F^-1 (F S1 u * conj(F S2 v)).
+
+Coordinates of tables were rounded, and lie beside their cells: ``x_i = o + h j_i + e s_i``, with ``|s_i| <= 1/2`` along
+each coordinate and e below 0.002 h.  Then k is a polynomial of second order in ``s_i - s_l`` whose coefficients are
+functions of ``j_i - j_l``, found by differences of k over e.  Written out in powers of s_i and s_l it takes a transform
+for each power.  It is off by ``(e / h)^3``, below 1e-8 of k(0).  Derivatives are taken as if s were zero.
+
+Everything is computed in float64.
+
+Reference: Wood and Chan, "Simulation of stationary Gaussian processes in [0, 1]^d" (1994), for the embedding.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ...settings import memory_budget
+from ..centre import Centre
+from ..pairs import Pairs
+from ..tiles import spans
+from .base import Engine, Gradients
+from .tiled import Tiled
+
+_TILED = Tiled()
+_SORTED = 500  # entries of a tile that take as long as looking at a point
+_POINT = 50  # entries of a tile that take as long as a point of a grid, of a few columns
+_AXES = 3  # coordinates with more than one value, at the most
+_BYTES = 48  # of a point of a grid and its transform, for each column of a product
+_POINTS = 2**20  # of grids that are transformed at once: more do not fit caches
+_ROUNDINGS = {torch.float32: 8, torch.float64: 256}  # of its largest value, by which a coordinate may be off
+_BESIDE = 1e-3  # of a step, that coordinates of a table may be off
+_FINER = 4  # times as many cells that an exact lattice may have
+_DIVISORS = 6  # smaller steps that are tried
+
+Powers = tuple[int, ...]  # of the offsets s, one number for each coordinate
+
+
+@dataclass(frozen=True)
+class Side:
+    """Where some rows lie.
+
+    :ivar cells: ``(n,)``, counted along the last coordinate first; :ivar offsets: s, ``(n, d)``.
+    """
+
+    cells: Tensor
+    offsets: Tensor
+
+    def power(self, powers: Powers) -> Tensor:
+        """Return the product of powers of the offsets, ``(n, 1)``."""
+        return self.offsets.pow(torch.tensor(powers, device=self.cells.device)).prod(dim=1, keepdim=True)
+
+    def rows(self, rows: Tensor | slice) -> Side:
+        """Return some of the rows."""
+        return Side(self.cells[rows], self.offsets[rows])
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells of a lattice in which the rows of x1 and x2 lie.
+
+    :ivar left: rows of x1; :ivar right: rows of x2.
+    :ivar steps: h, of each coordinate, 0 where it has one value; :ivar sizes: N; :ivar reach: e.
+    """
+
+    left: Side
+    right: Side
+    steps: tuple[float, ...]
+    sizes: tuple[int, ...]
+    reach: tuple[float, ...]
+
+    @cached_property
+    def padded(self) -> tuple[int, ...]:
+        """M of each coordinate."""
+        from scipy.fft import next_fast_len  # a tenth of the time of importing the package
+
+        return tuple(1 if size == 1 else next_fast_len(2 * size - 1, real=True) for size in self.sizes)
+
+    @cached_property
+    def powers(self) -> list[Powers]:
+        """Return the powers of offsets that products are made of, up to the second order."""
+        orders = [range(3 if e else 1) for e in self.reach]
+        return [powers for powers in itertools.product(*orders) if sum(powers) <= 2]
+
+    @property
+    def work(self) -> int:
+        """Entries of tiles that take as long as a product."""
+        return _POINT * math.prod(self.padded) * len(self.powers)
+
+    @property
+    def _axes(self) -> tuple[int, ...]:
+        return tuple(range(-len(self.sizes), 0))
+
+    def transform(self, side: Side, columns: Tensor) -> Tensor:
+        """Return ``F S v`` for columns ``(n, t)`` float64, ``(t, ...)``."""
+        grid = columns.new_zeros(columns.shape[1], math.prod(self.sizes)).index_add_(1, side.cells, columns.mT)
+        return torch.fft.rfftn(grid.reshape(-1, *self.sizes), s=self.padded, dim=self._axes)
+
+    def back(self, transformed: Tensor) -> Tensor:
+        """Return ``F^-1`` of ``(t, ...)``, in the padded grid."""
+        return torch.fft.irfftn(transformed, s=self.padded, dim=self._axes)
+
+    def at(self, side: Side, grid: Tensor) -> Tensor:
+        """Return the values ``(n, t)`` of padded grids ``(t, ...)`` in the cells of rows."""
+        within = (slice(None), *map(slice, self.sizes))
+        return grid[within].flatten(1).index_select(1, side.cells).mT
+
+    def whole(self, half: Tensor, powers: Powers) -> Tensor:
+        """Return the padded grid of values ``(N_1, ...)`` at differences from 0 on, odd in each odd power."""
+        for axis, (size, padded, power) in enumerate(zip(self.sizes, self.padded, powers, strict=True)):
+            place = torch.arange(padded, device=half.device)
+            half = half.index_select(axis, torch.minimum(place, padded - place).clamp(max=size - 1))
+            if power % 2:
+                half.narrow(axis, padded - size + 1, size - 1).neg_()
+        return half
+
+    def folded(self, grid: Tensor) -> Tensor:
+        """Return the sum of the values of a padded grid at differences of each size, ``(N_1, ...)``."""
+        for axis, size in enumerate(self.sizes):
+            half = grid.narrow(axis, 0, size).clone()
+            if size > 1:
+                mirrored = grid.narrow(axis, grid.shape[axis] - size + 1, size - 1).flip(axis)
+                half.narrow(axis, 1, size - 1).add_(mirrored)
+            grid = half
+        return grid
+
+    def differences(self, device: torch.device) -> Tensor:
+        """Return ``h tau`` of all cells, ``(N_1 ... N_d, d)`` float64."""
+        sides = [
+            step * torch.arange(size, dtype=torch.float64, device=device)
+            for step, size in zip(self.steps, self.sizes, strict=True)
+        ]
+        return torch.stack(torch.meshgrid(*sides, indexing="ij"), dim=-1).reshape(-1, len(sides))
+
+
+class Lattice(Engine):
+    """Products by fast Fourier transforms, in memory of some grids for each column."""
+
+    name = "lattice"
+
+    def missing(self, pairs: Pairs) -> str | None:
+        if pairs.expression is None or pairs.flat_batch or pairs.sources:
+            return "it takes one matrix in memory, of a kernel with fast tiles"
+        if pairs.ranks() is not None:
+            return "several ranks work together"
+        if pairs.x1.requires_grad or pairs.x2.requires_grad:
+            return "inputs have gradients"
+        grid = self.grid(pairs)
+        if grid is None:
+            return f"the points lie on no regular lattice of at most {_AXES} coordinates"
+        if not pairs.asked and grid.work > math.prod(pairs.shape):
+            return "the points fill too little of their lattice"
+        return None
+
+    def serves(self, pairs: Pairs) -> bool:
+        """Return whether products take less time than by tiles."""
+        return math.prod(pairs.shape) >= _SORTED * sum(pairs.shape) and self.missing(pairs) is None
+
+    def share(self, pairs: Pairs) -> float:
+        """Return the time of a product over that by tiles."""
+        grid = self.grid(pairs)
+        assert grid is not None
+        return grid.work / math.prod(pairs.shape)
+
+    def grid(self, pairs: Pairs) -> Grid | None:
+        """Return the cells of the points; None where they lie on no lattice that is small enough."""
+        return pairs.memory.remember("grid", lambda: _grid(self, pairs), (pairs.x1, pairs.x2))
+
+    def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
+        grid = self.grid(pairs)
+        assert grid is not None
+        whole = _whole(pairs) or pairs  # rows of other pairs share what those remember
+        spectra = whole.remember("spectra", lambda: _spectra(whole, grid))
+        result = torch.zeros(pairs.shape[-2], rhs.shape[-1], dtype=torch.float64, device=rhs.device)
+        for some in spans(rhs.shape[-1], max(1, _POINTS // math.prod(grid.padded))):
+            columns = rhs[:, some].to(torch.float64)
+            moved = {p: grid.transform(grid.right, columns * grid.right.power(p)) for p in grid.powers}
+            for powers in grid.powers:
+                terms = [spectra[total] * number * moved[rest] for total, rest, number in _above(powers, grid.powers)]
+                result[:, some] += grid.left.power(powers) * grid.at(grid.left, grid.back(sum(terms[1:], terms[0])))
+        return result.to(rhs.dtype)
+
+    def derivative(self, pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
+        grid = self.grid(pairs)
+        assert grid is not None
+        total = torch.zeros((), dtype=torch.float64, device=left.device)
+        for some in spans(left.shape[-1], max(1, _POINTS // math.prod(grid.padded))):
+            sides = ((grid.left, left), (grid.right, right))
+            u, v = (grid.transform(side, vectors[:, some].to(torch.float64)) for side, vectors in sides)
+            total = total + (u * v.conj()).sum(dim=0)
+        weights = grid.folded(grid.back(total.unsqueeze(0)).squeeze(0)).reshape(-1, 1)
+        lags = _lags(pairs, grid, grid.differences(pairs.device))
+        found = _TILED.derivative(lags, weights, torch.ones_like(weights[:1]))
+        of_parameters = [None if g is None else g.to(p.dtype) for g, p in zip(found[2:], pairs.parameters, strict=True)]
+        return (None, None, *of_parameters)
+
+
+def _above(powers: Powers, known: list[Powers]) -> Iterator[tuple[Powers, Powers, float]]:
+    """Yield powers a of ``s_i - s_l`` with ``s_i^b`` in them, a - b, and the number that stands before that product."""
+    for total in known:
+        rest = tuple(a - b for a, b in zip(total, powers, strict=True))
+        if min(rest, default=0) >= 0:
+            number = math.prod(math.comb(a, b) for a, b in zip(total, powers, strict=True))
+            yield total, rest, float(number * (-1) ** sum(rest))
+
+
+@torch.no_grad()
+def _spectra(pairs: Pairs, grid: Grid) -> dict[Powers, Tensor]:
+    """Return ``F c`` of the coefficient of each power of ``s_i - s_l``."""
+    differences, reach = grid.differences(pairs.device), grid.reach
+
+    def at(shift: tuple[float, ...]) -> Tensor:
+        moved = differences + torch.tensor([a * e for a, e in zip(shift, reach, strict=True)]).to(differences)
+        return _TILED.dense(_lags(pairs, grid, moved)).reshape(grid.sizes)
+
+    result = {}
+    for powers in grid.powers:
+        back = tuple(-a for a in powers)
+        if sum(powers) == 0:
+            values = at(powers)
+        elif max(powers) == 2:
+            half = tuple(a / 2 for a in powers)
+            values = (at(half) + at(tuple(-a for a in half)) - 2 * at((0,) * len(powers))) / 2
+        elif sum(powers) == 1:
+            values = (at(powers) - at(back)) / 2
+        else:
+            first = tuple(a * (number == powers.index(1)) for number, a in enumerate(powers))
+            second = tuple(a - b for a, b in zip(powers, first, strict=True))
+            values = at(powers) - at(first) - at(second) + at((0,) * len(powers))
+        result[powers] = torch.fft.rfftn(grid.whole(values, powers))
+    return result
+
+
+def _lags(pairs: Pairs, grid: Grid, differences: Tensor) -> Pairs:
+    """Return the pairs of some differences and 0, in float64."""
+    parameters = [p.detach().to(torch.float64).requires_grad_(p.requires_grad) for p in pairs.parameters]
+    origin = torch.zeros_like(differences[:1])
+    return pairs.of([differences, origin, *parameters], engine="tiled", same=False, centre=Centre(origin))
+
+
+def _whole(pairs: Pairs) -> Pairs | None:
+    """Return the pairs that these are rows of, with the same columns; None for no such."""
+    whole, rows = pairs.whole or (None, None)
+    return whole if whole is not None and whole.x2 is pairs.x2 and rows is not None and rows.dim() == 1 else None
+
+
+# --- finding the lattice ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _grid(engine: Lattice, pairs: Pairs) -> Grid | None:
+    whole = _whole(pairs)
+    if whole is not None:
+        grid = engine.grid(whole)
+        assert pairs.whole is not None and pairs.whole[1] is not None
+        return None if grid is None else replace(grid, left=grid.left.rows(pairs.whole[1]))
+    points = (pairs.x2 if pairs.same else torch.cat([pairs.x1, pairs.x2])).detach()
+    if points.dtype not in _ROUNDINGS or not points.numel() or not bool(torch.isfinite(points).all()):
+        return None
+    most = memory_budget.value(pairs.device) // _BYTES if pairs.asked else math.prod(pairs.shape) // _POINT
+    some = points[:: max(1, int(len(points) / (2 * most ** (1 / points.shape[1]))))]
+    if math.prod(len(values.unique()) for values in some.unbind(dim=1)) > most:  # which are cells, on a lattice
+        return None
+    slack = _ROUNDINGS[points.dtype] * torch.finfo(points.dtype).eps * points.abs().amax(dim=0).double()
+    cells, offsets = torch.zeros(len(points), dtype=torch.long, device=points.device), []
+    steps, sizes, reach = [], [], []
+    for values, tolerance in zip(points.double().unbind(dim=1), slack.tolist(), strict=True):
+        axis = _axis(values, tolerance, most)
+        if axis is None:
+            return None
+        place, step, off = axis
+        steps.append(step)
+        sizes.append(int(place.max()) + 1)
+        reach.append(0.0 if off is None else 2 * float(off.abs().max()))
+        cells = cells * sizes[-1] + place
+        offsets.append(torch.zeros_like(values) if off is None else off / reach[-1])
+    if math.prod(sizes) > most or sum(size > 1 for size in sizes) > _AXES:
+        return None
+    both = Side(cells, torch.stack(offsets, dim=1))
+    left = both if pairs.same else both.rows(slice(len(pairs.x1)))
+    right = both if pairs.same else both.rows(slice(len(pairs.x1), None))
+    return Grid(left, right, tuple(steps), tuple(sizes), tuple(reach))
+
+
+def _axis(values: Tensor, tolerance: float, most: int) -> tuple[Tensor, float, Tensor | None] | None:
+    """Return integers j ``(n,)`` from 0 on with ``values = o + h j + off``, h and off; None where there are none.
+
+    ``off`` is None where the tolerance allows for it; else it is a function of j.
+    """
+    levels, level = values.unique(return_inverse=True)
+    gaps = levels.diff()
+    apart = gaps > 2 * tolerance
+    if not bool(apart.any()):
+        return torch.zeros_like(level), 0.0, None
+    found = None
+    for allowed in (_BESIDE * float(gaps.min()), tolerance):
+        step = _divisor(gaps[apart], allowed, float(levels[-1] - levels[0]) / most)
+        if step is None:
+            continue
+        places = torch.nn.functional.pad(torch.where(apart, (gaps / step).round(), 0).cumsum(0), (1, 0))
+        centred = places - places.mean()
+        slope = float(centred @ levels / centred.square().sum())
+        off = levels - levels.mean() - slope * centred
+        largest = float(off.abs().max())
+        if largest > max(allowed, tolerance) or float(places[-1]) >= most:
+            continue
+        exact = largest <= tolerance
+        found = places.long()[level], slope, None if exact else off[level]
+        if exact:
+            break
+        most = _FINER * int(places[-1])  # an exact lattice is as good, unless it has far more cells
+    return found
+
+
+def _divisor(gaps: Tensor, tolerance: float, least: float) -> float | None:
+    """Return the largest step of which all gaps are multiples, as far as can be told; None where it is too small."""
+    step = float(gaps.min())
+    for _ in range(_DIVISORS):
+        alike = gaps[(gaps - step).abs() <= 4 * tolerance]
+        step = float(alike.mean()) if len(alike) else step
+        if step <= max(least, 8 * tolerance):
+            return None
+        counts = (gaps / step).round()
+        rest = (gaps - counts * step).abs()
+        left = rest > 4 * tolerance * (1 + counts)
+        if not bool(left.any()):
+            return step
+        step = float(rest[left].min())
+    return None
