@@ -326,15 +326,15 @@ class Remainder:
 
     @staticmethod
     def serves(matrix: Access, budget: int) -> bool:
-        """Return whether K is a float32 kernel matrix on a CPU, left to the library, of which no tiles are left out.
+        """Return whether K is a float32 kernel matrix on a CPU, left to the library, of which all tiles are made.
 
         :param budget: bytes that E may take.
         """
-        source: Any = matrix.source
-        if not matrix.exact or source.batch_shape or source.device.type != "cpu" or source.dtype != torch.float32:
+        pairs: Any = getattr(matrix.source, "pairs", None)
+        if pairs is None or pairs.batch_shape or pairs.device.type != "cpu" or pairs.dtype != torch.float32:
             return False
-        free = not (source.pairs.asked or source.pairs.sources) and source.pairs.ranks() is None
-        return free and 2 * matrix.n**2 <= budget and nearby(source.pairs) is None
+        plain = not (pairs.asked or pairs.sources or pairs.ranks() is not None or choose(pairs) is LATTICE)
+        return plain and 2 * matrix.n**2 <= budget and nearby(pairs) is None
 
     @torch.no_grad()
     def __call__(self, vectors: Tensor) -> Tensor:
