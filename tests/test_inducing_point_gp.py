@@ -683,6 +683,16 @@ def test_a_bound_that_rounding_hides_is_refused_for_that(far):
         ExactMarginalLogLikelihood(likelihood, model)(model(x), model.train_targets, x)
 
 
+def test_a_bound_of_a_far_row_that_nothing_explains():
+    """It is what that row's variance leaves, far below zero and known to many digits."""
+    x = torch.cat([torch.full((1, 1), 1e6, dtype=torch.float64), points(6, 1)])
+    likelihood, kernel = GaussianLikelihood().double(), ScaleKernel(ArcCosineKernel(2) * RBFKernel()).double()
+    model = InducingPointGP(x, x[:, 0].sin(), likelihood, ZeroMean(), kernel, x[[2, 3, 6]])
+    value = ExactMarginalLogLikelihood(likelihood, model)(model(x), model.train_targets, x)
+    right = -0.5 * kernel(x[:1]).to_dense() / likelihood.noise / len(x)
+    assert float(value.detach()) == pytest.approx(float(right.detach()), rel=1e-3)
+
+
 def test_a_part_of_a_kernel_in_place_of_one_that_has_changed_since():
     """Its values are those that variances were prepared with; the old part's are not."""
     likelihood, kernels = GaussianLikelihood().double(), [ScaleKernel(MaternKernel(nu=1.5)).double() for _ in range(2)]

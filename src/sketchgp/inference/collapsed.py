@@ -25,7 +25,7 @@ from ..preconditioners import shifted_cholesky
 
 _ENTRIES = 2**21  # entries of a tile in the backward pass
 _ROWS = 2**16  # rows whose diagonal is computed at once
-_HIDDEN = 1e13  # prior variances over noises whose rounding is about a hundredth, the mean over rows
+_HIDDEN = 1e13  # a sum of prior variances over noises, over what its rounding is about a hundredth of
 _LOST = "Statistics of the inducing points are lost to rounding: drop far rows and NaN, or raise the noise."
 
 
@@ -139,11 +139,12 @@ class Collapsed:
     def trace_gap(self) -> Tensor:
         """Return ``sum_i (k(x_i, x_i) - q(x_i, x_i)) / noise_i``, which the inducing points leave unexplained.
 
-        :raises NumericalError: where rounding of the terms, which cancel, is more than about a hundredth a row.
+        :raises NumericalError: where terms cancel, and rounding is about a hundredth a row and a hundredth of the gap.
         """
-        if float((self._diagonal / self.noise).detach().mean()) > _HIDDEN:
+        total, explained = (self._diagonal / self.noise).sum(), self.s.diagonal().sum()
+        if bool(total > _HIDDEN * (total - explained).abs().clamp(min=len(self.noise))):
             raise NumericalError(_LOST, see="not-definite")
-        return (self._diagonal / self.noise).sum() - self.s.diagonal().sum()
+        return total - explained
 
     def half(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``L^-1 k(z, x)`` and ``LB^-1`` of it, ``(m, p)``, differentiable in x: the posterior covariance is

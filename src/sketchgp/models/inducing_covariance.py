@@ -89,8 +89,7 @@ class SparsePrior(LinearOperator):
         """``(r^T (Q + noise)^-1 r, log det(Q + noise))``, differentiable; the sum over the columns of r ``(n, t)``."""
         if self.noise is None or inv_quad_rhs is None or inv_quad_rhs.dim() > 2:
             raise InputError("The covariance of an inducing-point model expects noise, and residuals (n,) or (n, t).")
-        collapsed = self.collapse(self.noise, inv_quad_rhs)
-        self.term.collapsed = collapsed
+        self.term.collapsed = collapsed = self.collapse(self.noise, inv_quad_rhs)
         return collapsed.inv_quad().to(self.dtype), collapsed.logdet().to(self.dtype)
 
     def _expand_batch(self, batch_shape: Any) -> LinearOperator:
