@@ -7,11 +7,14 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import sketchgp
 from gp_models import SOLVED, TORCH_WARNINGS, iterative
+from sketchgp.fitting.history import SETTLED
+from sketchgp.fitting.minimise import InverseHessian, _Search
 from sketchgp.fitting.objective import Objective
 from sketchgp.fitting.record import Evaluation, flat
 from sketchgp.fitting.steps import Steps
@@ -93,6 +96,16 @@ def test_a_search_in_what_solves_leave_of_a_loss_ends(
         history = fitted(objective=objective, iterations=100, tol=1e-4)
     assert history.converged
     assert history.evaluations < len(history.losses) + 15
+
+
+def test_a_step_that_promises_little_settles_a_loss() -> None:
+    """By how the loss bends: the same gradient promises more where it bends less; nothing is promised without."""
+    for inverse, settled in ((InverseHessian(1.0, []), True), (InverseHessian(100.0, []), False), (None, False)):
+        search = object.__new__(_Search)
+        search.point = SimpleNamespace(gradient=np.array([3e-3, 4e-3]))
+        search.steps = SimpleNamespace(tol=1e-4, history=SimpleNamespace(reason=""))
+        assert search.settled(inverse) == settled
+        assert search.steps.history.reason == (SETTLED if settled else "")
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,14 @@ class _Search:
         self.point = point
         return self.steps.note(point.evaluation, float(np.linalg.norm(point.gradient)), point.state)
 
+    def settled(self, inverse: InverseHessian | None) -> bool:
+        """Return whether the next Newton step promises too little, which ends the run."""
+        gradient = self.point.gradient
+        if inverse is None or not 0.5 * gradient @ (inverse @ gradient) < _PROMISED * self.steps.tol:
+            return False
+        self.steps.history.reason = SETTLED
+        return True
+
     def newton(self, inverse: InverseHessian) -> tuple[InverseHessian, bool]:
         """Take Newton steps while they satisfy Wolfe's conditions; a line search would go on along the step.
 
@@ -193,8 +201,7 @@ class _Search:
         while True:
             before = self.point
             step = -(inverse @ before.gradient)
-            if -0.5 * float(step @ before.gradient) < _PROMISED * self.steps.tol:
-                self.steps.history.reason = SETTLED
+            if self.settled(inverse):
                 return inverse, True
             ahead = before.vector + step / max(1.0, np.linalg.norm(step) / _NEWTON)
             trial = self.evaluate(np.clip(ahead, self.variables.lower, self.variables.upper))
@@ -225,7 +232,7 @@ class _Search:
         def stepped(scaled: np.ndarray) -> None:
             before, point = self.point, self.evaluate(start + scale * scaled)
             pairs.extend(_pair(before, point))
-            if self.note(point):
+            if self.note(point) or (inverse is not None and self.settled(InverseHessian.updated(inverse, pairs))):
                 raise _End
 
         limits = list(zip((variables.lower - start) / scale, (variables.upper - start) / scale, strict=True))

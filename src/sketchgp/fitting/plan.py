@@ -28,7 +28,7 @@ EXACT = {"cpu": 5000, "cuda": 20000}  # rows up to which losses are by factoriza
 _KNOWN = (GaussianLikelihood, FixedNoiseGaussianLikelihood, MultitaskGaussianLikelihood)
 _NEIGHBORS = 16  # of a start by Vecchia's approximation: with 32 it takes twice the time and ends 0.0005 a row lower
 _SUBSET = 2000  # rows of a subset to start from, fitted exactly; of larger fits, (rows, those that come before):
-_LEVELS = ((8_000, 5_000), (40_000, 16_000), (96_000, 40_000), (320_000, 128_000))
+_LEVELS = ((8_000, 5_000), (20_000, 10_000), (40_000, 16_000), (96_000, 40_000), (320_000, 128_000))
 
 
 def route(base: Objective, asked: str, optimizer: str) -> tuple[str, str]:
@@ -63,15 +63,13 @@ def route(base: Objective, asked: str, optimizer: str) -> tuple[str, str]:
             )
     if asked != "auto":
         return asked, ""
-    if isinstance(acceleration.solver, Cholesky):
-        return "exact", ""
     fits = 8 * rows * base.model.train_targets.numel() <= memory_budget.value(device)  # all systems of a batch
+    few = fits and rows <= EXACT.get(device.type, EXACT["cpu"])
     free = isinstance(acceleration.solver, str) and threshold_untouched()  # left to the library
-    if free and fits and rows <= EXACT.get(device.type, EXACT["cpu"]):
+    if isinstance(acceleration.solver, Cholesky) or (free and few):
         return "exact", ""
-    if rows <= cholesky_points() or not left_to_us(settings.fast_computations.log_prob):
-        return "probes", "GPyTorch factorizes the matrix, by its settings in force"
-    return "probes", ""
+    factorized = rows <= cholesky_points() or not left_to_us(settings.fast_computations.log_prob)
+    return "probes", "GPyTorch factorizes the matrix, by its settings in force" if factorized else ""
 
 
 def _sampled(model: Any, acceleration: Acceleration) -> bool:

@@ -192,8 +192,7 @@ class Fit:
             optimizer = "lbfgs" if choices.learning_rate is None and kind != "samples" else "adam"
         rows = int(model.train_targets.shape[-1 if model.train_targets.dim() == 1 else -2])
         history = FitHistory(optimizer=optimizer, objective=kind, notes=[why] if why else [], rows=rows)
-        limit = choices.iterations or _ITERATIONS[optimizer]
-        return Stage(base, kind, history, choices.tol, limit, full)
+        return Stage(base, kind, history, choices.tol, choices.iterations or _ITERATIONS[optimizer], full)
 
     def _prepare(self, stage: Stage) -> None:
         """Move a stage away from where its loss is flat, and choose its density."""
@@ -202,8 +201,7 @@ class Fit:
         if stage.kind == "exact":
             stage.objective = exact_objective(base.model, base.mll)
         elif stage.kind == "samples" and acceleration is not None:
-            samples = Samples(acceleration.own_solver(), self.choices.seed, self.choices.num_probes)
-            stage.objective = base.by(samples)
+            stage.objective = base.by(Samples(acceleration.own_solver(), self.choices.seed, self.choices.num_probes))
 
     def _away_from_flatness(self, stage: Stage) -> str:
         """Give lengthscales the size of the data where the loss is flat otherwise; return why it still is."""
@@ -247,8 +245,7 @@ class Fit:
                     )
                 return stages
             if exact:
-                tol = choices.tol if above.full else self._rough
-                steps = choices.iterations if above.full else limit
+                tol, steps = (choices.tol, choices.iterations) if above.full else (self._rough, limit)
                 part = Stage.exact(twin, tol, steps or _ITERATIONS["lbfgs"])
             else:
                 part = self._routed(twin.model, twin, inner, full=False)
