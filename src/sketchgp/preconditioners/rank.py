@@ -35,6 +35,7 @@ class Prices:
     :ivar apply: an entry of F in ``P^-1 v``, which reads it twice.
     :ivar stored: an entry of a stored float64 matrix in a product with one vector (float32: half).
     :ivar tile: one pass over an entry of a float32 tile, which a symmetric matrix uses twice (float64: double).
+    :ivar point: a point of a float64 grid, which is transformed and transformed back.
     :ivar feature: one feature of the distance of an entry (float64: double).
     :ivar single: an entry of a column, beside two of a float64 tile.
     :ivar row: an entry of the inputs, in each round of columns.
@@ -45,6 +46,7 @@ class Prices:
     apply: float
     stored: float
     tile: float
+    point: float
     feature: float
     single: float
     row: float
@@ -53,8 +55,10 @@ class Prices:
 
 # CPU: one core of an Intel Xeon (AVX-512).  More cores, or older ones, change all of them by much the same factor.
 # Others: estimated from the data sheet of an Nvidia H100 (67 teraflops in float64, 3.4 TB a second); not measured.
-_CPU = Prices(flop=0.014, apply=0.85, stored=0.5, tile=0.9, feature=0.007, single=6.0, row=5.0, step=3e5)
-_OTHER = Prices(flop=2e-5, apply=5e-3, stored=2.5e-3, tile=1.5e-3, feature=3e-5, single=1e-2, row=1e-2, step=3e5)
+_CPU = Prices(flop=0.014, apply=0.85, stored=0.5, tile=0.9, point=20.0, feature=0.007, single=6.0, row=5.0, step=3e5)
+_OTHER = Prices(
+    flop=2e-5, apply=5e-3, stored=2.5e-3, tile=1.5e-3, point=2e-2, feature=3e-5, single=1e-2, row=1e-2, step=3e5
+)
 
 _PASSES = {"gauss": 1, "matern32": 2, "matern52": 2, "rational_quadratic": 3, "matern12": 4, "laplace": 4}
 _GENERIC = 3  # passes of a kernel without fast tiles
@@ -76,8 +80,8 @@ class Costs:
         self.build = 3 * self.prices.flop * self.slow + (self.prices.apply / 2 if one_by_one else 0)
         product = column = width = 0.0
         for _, part in terms(matrix.source):
-            tile, stored = self._tile(part, torch.float64), self._stored(part)
-            product += stored or self._tile(part, part.dtype) * _share(part)
+            tile, other = self._tile(part, torch.float64), self._stored(part) or self._transformed(part)
+            product += other or self._tile(part, part.dtype) * _share(part)
             column += 2 * tile + self.prices.single
             width += part.x1.shape[-1] if isinstance(part, KernelMatrix) else 0
         self.product, self.entry = product, column + _BATCHED * self.prices.flop * self.slow * neighbors**2
@@ -103,6 +107,14 @@ class Costs:
         )
         return self.prices.stored * part.dtype.itemsize / 8 if kept else 0.0
 
+    def _transformed(self, part: Any) -> float:
+        """Return the cost of an entry of a product on a lattice; 0 for other products."""
+        if not isinstance(part, KernelMatrix) or choose(part.pairs) is not LATTICE:
+            return 0.0
+        grid = LATTICE.grid(part.pairs)
+        assert grid is not None
+        return self.prices.point * grid.points / self.n**2
+
     def iteration(self, rank: int) -> float:
         """Return the cost of an iteration with a factor of this rank."""
         product = self.n**2 * self.product
@@ -116,10 +128,7 @@ class Costs:
 
 def _share(part: Any) -> float:
     """Return the share of all pairs of points that a product evaluates; several ranks share out all of them."""
-    engine = choose(part.pairs) if isinstance(part, KernelMatrix) else None
-    if engine is LATTICE:
-        return LATTICE.share(part.pairs)
-    if engine is not TILED or part.pairs.ranks() is not None:
+    if not isinstance(part, KernelMatrix) or choose(part.pairs) is not TILED or part.pairs.ranks() is not None:
         return 1.0
     near = nearby(part.pairs)
     return 1.0 if near is None else near.share

@@ -99,9 +99,9 @@ class Grid:
         return [powers for powers in itertools.product(*orders) if sum(powers) <= 2]
 
     @property
-    def work(self) -> int:
-        """Entries of tiles that take as long as a product."""
-        return _POINT * math.prod(self.padded) * len(self.powers)
+    def points(self) -> int:
+        """Points of all grids that a product with a vector transforms, and transforms back."""
+        return math.prod(self.padded) * len(self.powers)
 
     @property
     def _axes(self) -> tuple[int, ...]:
@@ -164,19 +164,13 @@ class Lattice(Engine):
         grid = self.grid(pairs)
         if grid is None:
             return f"the points lie on no regular lattice of at most {_AXES} coordinates"
-        if not pairs.asked and grid.work > math.prod(pairs.shape):
+        if not pairs.asked and _POINT * grid.points > math.prod(pairs.shape):
             return "the points fill too little of their lattice"
         return None
 
     def serves(self, pairs: Pairs) -> bool:
         """Return whether products take less time than by tiles."""
         return math.prod(pairs.shape) >= _SORTED * sum(pairs.shape) and self.missing(pairs) is None
-
-    def share(self, pairs: Pairs) -> float:
-        """Return the time of a product over that by tiles."""
-        grid = self.grid(pairs)
-        assert grid is not None
-        return grid.work / math.prod(pairs.shape)
 
     def grid(self, pairs: Pairs) -> Grid | None:
         """Return the cells of the points; None where they lie on no lattice that is small enough."""
