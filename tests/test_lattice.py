@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import gpytorch
@@ -116,6 +117,18 @@ def test_cheap_products_take_fewer_columns_of_a_preconditioner() -> None:
         kernel = ScaleKernel(MaternKernel(nu=1.5)).double().requires_grad_(False)
         ranks.append(sketchgp.RPCholesky().build(KernelMatrix.of(kernel, x, engine=engine), noise).rank)
     assert ranks[0] < 0.8 * ranks[1]
+
+
+def test_no_memory_for_a_preconditioner_is_no_reason_for_another_solver() -> None:
+    x = cells(2)
+    with sketchgp.settings.memory_budget(2**20):
+        for points, expected in ((x, "ConjugateGradients"), (scattered(), "ASkotch")):
+            model = Plain(points, points[:, 0], gpytorch.likelihoods.GaussianLikelihood(), ScaleKernel(RBFKernel()))
+            model = sketchgp.accelerate(model.double()).eval()
+            with sketchgp.record_solves() as solves, warnings.catch_warnings():
+                warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)
+                model(points[:3]).mean  # noqa: B018
+            assert solves[0].solver == expected
 
 
 def test_what_it_cannot_take_is_refused() -> None:

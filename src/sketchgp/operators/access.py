@@ -247,6 +247,11 @@ def has_entries(operator: LinearOperator) -> bool:
     return all(isinstance(part, (KernelMatrix, DenseLinearOperator)) for _, part in terms(operator))
 
 
+def on_lattice(operator: LinearOperator) -> bool:
+    """Return whether all products with an operator are made on lattices."""
+    return all(isinstance(part, KernelMatrix) and choose(part.pairs) is LATTICE for _, part in terms(operator))
+
+
 Term = tuple[float | Tensor, LinearOperator]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
+from ..operators.access import on_lattice
 from ..preconditioners import Preconditioner
 from ..settings import free_memory, memory_budget
 from .full.askotch import ASkotch
@@ -21,16 +23,20 @@ _BYTES = 16  # a factor and one more array of its shape, float64
 
 
 def automatic_solver(
-    n: int, device: torch.device, preconditioner: Preconditioner | None
+    n: int, device: torch.device, preconditioner: Preconditioner | None, operator: Any = None
 ) -> tuple[ConjugateGradients | ASkotch, str]:
     """Return conjugate gradients while a good preconditioner fits in memory, ASkotch beyond; and why, as a sentence.
 
     A good preconditioner has the rank that was asked for, or half of the ``10 sqrt(n)`` of arXiv:2304.12465; its
     n x rank factor, or this rank's rows of it, has to fit the memory budget
     (:class:`sketchgp.settings.memory_budget`).  Without a preconditioner nothing has to fit.
+
+    :param operator: K, where it is there already: on a lattice, products take less time than good preconditioners.
     """
     if preconditioner is None:
         return ConjugateGradients(), "solver='auto' chose ConjugateGradients: no preconditioner was asked for"
+    if operator is not None and on_lattice(operator):
+        return ConjugateGradients(), "solver='auto' chose ConjugateGradients: points on a lattice have fast products"
     rank = min(n, preconditioner.rank or math.ceil(_SHARE * 10 * math.sqrt(n)))
     needed, budget = _BYTES * preconditioner.rows_stored(n) * rank, memory_budget.value(device)
     room = f"the budget of {budget / 2**30:.2g} GiB"

@@ -84,15 +84,13 @@ class Acceleration:
             seed = 0
         return seed, self.probe_count or settings.num_trace_samples.value()
 
-    def solver_for(
-        self, purpose: Purpose, n: int, device: torch.device, evaluation: bool = True
-    ) -> tuple[Solver[FullProblem], str]:
-        """Return the solver of one kind of solve with n rows and, where it was chosen automatically, the reason.
+    def solver_for(self, purpose: Purpose, system: System, evaluation: bool = True) -> tuple[Solver[FullProblem], str]:
+        """Return the solver of one kind of solve and, where it was chosen automatically, the reason.
 
         :param evaluation: whether columns are solved for to GPyTorch's ``eval_cg_tolerance``; a mean always is.
         """
         if purpose == "mean":
-            return self.mean_solver(n, device)
+            return self.mean_solver(system)
         if purpose == "columns" or isinstance(self.solver, Cholesky):
             return self.column_solver(evaluation), ""
         tol = self.solver.tol if isinstance(self.solver, ConjugateGradients) else None  # as accurate as the mean
@@ -117,11 +115,12 @@ class Acceleration:
         """Return conjugate gradients without the limit of time and the checkpoint, which are the mean's alone."""
         return dataclasses.replace(self.conjugate_gradients(evaluation), max_seconds=None, checkpoint=None)
 
-    def mean_solver(self, n: int, device: torch.device) -> tuple[Solver[FullProblem], str]:
-        """Return the solver of the posterior mean of n points and, where it was chosen automatically, the reason."""
+    def mean_solver(self, system: System) -> tuple[Solver[FullProblem], str]:
+        """Return the solver of the posterior mean and, where it was chosen automatically, the reason."""
         chosen, why = self.solver, ""
         if isinstance(chosen, str):
-            chosen, why = automatic_solver(n, device, self.preconditioner if self.preconditions() else None)
+            preconditioner, operator = self.preconditioner if self.preconditions() else None, system.operator
+            chosen, why = automatic_solver(system.n, operator.device, preconditioner, operator)
         if isinstance(chosen, ConjugateGradients):
             return self._gradients_of_mean(chosen.tol), why
         return self._with_tolerance(chosen, evaluation=True), why

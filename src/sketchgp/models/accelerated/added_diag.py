@@ -208,7 +208,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         """
         acceleration = self.acceleration
         system = self.system()
-        solver, why = acceleration.solver_for(purpose, system.n, self.device, self.evaluation)
+        solver, why = acceleration.solver_for(purpose, system, self.evaluation)
         with shortfall_counted():
             start, followed = acceleration.solutions if purpose == "mean" else None, None
             if isinstance(solver, ConjugateGradients) and solver.tol == "posterior":

@@ -49,7 +49,7 @@ class SampleSolve:
     def _chosen(self, factorized: bool) -> tuple[Any, str]:
         if factorized:
             return Cholesky(), ""
-        solver, why = self.acceleration.mean_solver(self.system.n, self.system.noise.device)
+        solver, why = self.acceleration.mean_solver(self.system)
         if isinstance(solver, ConjugateGradients):  # to a residual: "posterior" is of the mean's weights
             solver = self.acceleration.conjugate_gradients(evaluation=True)
         if isinstance(solver, Budgeted):

@@ -126,7 +126,7 @@ class Training:
 
         Conjugate gradients go on to the goal, other solvers to their tolerance.
         """
-        solver, _ = self.acceleration.mean_solver(self.system.n, b.device)
+        solver, _ = self.acceleration.mean_solver(self.system)
         if not isinstance(solver, ConjugateGradients):
             if isinstance(solver, Budgeted):
                 solver = dataclasses.replace(solver, max_seconds=None, checkpoint=None)
