@@ -97,14 +97,14 @@ def test_it_is_taken_where_points_fill_a_lattice() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("d", [1, 2, 3])
 def test_other_points_are_no_lattice(d: int, dtype: torch.dtype) -> None:
-    """Scattered ones, cells with noise of a hundredth of a step, and few of very many cells."""
+    """Scattered ones, also next to rounding, cells with noise of a hundredth of a step, and few of very many cells."""
     step = cells(d).unique(dim=0)[:, -1].diff().abs()
     step = step[step > 0].min()
     noise = torch.rand(cells(d).shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6)) - 0.5
     noisy = cells(d) + 0.01 * step * noise
     apart = (1e6 * scattered(d=d)).round()
     apart[0] += 0.5
-    for x in (scattered(d=d), noisy, apart):
+    for x in (scattered(d=d), 1000 + 1e-4 * scattered(d=d), noisy, apart):
         x = x.to(dtype)
         assert choose(KernelMatrix.of(kernel_of("matern", x), x).pairs) is not LATTICE
 
@@ -144,6 +144,18 @@ def test_what_it_cannot_take_is_refused() -> None:
     for one, points, message in refused:
         with pytest.raises(InputError, match=message):
             KernelMatrix.of(one, points, engine="lattice")
+
+
+def test_a_period_far_below_a_step_is_left_to_tiles() -> None:
+    """Beside the cells of a table the kernel is then no polynomial."""
+    x = ROUNDED["table"](cells(2))
+    kernel = ScaleKernel(PeriodicKernel()).double()
+    kernel.base_kernel.period_length = 1e-3
+    lattice, tiles = (KernelMatrix.of(kernel, x, engine=engine) for engine in ("lattice", "tiled"))
+    v = torch.ones(len(x), 1, dtype=torch.float64)
+    assert relative(lattice.product(v), tiles.product(v)) < 1e-12
+    found, expected = (matrix.derivative(v, v)[2:] for matrix in (lattice, tiles))
+    assert all(torch.allclose(f, e, rtol=1e-9) for f, e in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("n", [1, 2])

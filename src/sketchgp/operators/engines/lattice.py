@@ -13,7 +13,8 @@ cost nothing.  A derivative is one correlation for all hyperparameters,
 Coordinates of tables were rounded, and lie beside their cells: ``x_i = o + h j_i + e s_i``, with ``|s_i| <= 1/2`` along
 each coordinate and e below 0.002 h.  Then k is a polynomial of second order in ``s_i - s_l`` whose coefficients are
 functions of ``j_i - j_l``, found by differences of k over e.  Written out in powers of s_i and s_l it takes a transform
-for each power.  It is off by ``(e / h)^3``, below 1e-8 of k(0).  Derivatives are taken as if s were zero.
+for each power.  It is off by ``(e / h)^3`` or so.  Where it is off by more than 1e-8 of k(0), as for a period far below
+h, tiles take its place.  Derivatives are taken as if s were zero.
 
 Everything is computed in float64.
 
@@ -44,8 +45,10 @@ _POINT = 50  # entries of a tile that take as long as a point of a grid, of a fe
 _AXES = 3  # coordinates with more than one value, at the most
 _BYTES = 48  # of a point of a grid and its transform, for each column of a product
 _POINTS = 2**20  # of grids that are transformed at once: more do not fit caches
-_ROUNDINGS = {torch.float32: 8, torch.float64: 256}  # of its largest value, by which a coordinate may be off
+_EXACT = {torch.float32: 1e-6, torch.float64: 1e-11}  # of a step, that coordinates may be off and count as cells
 _BESIDE = 1e-3  # of a step, that coordinates of a table may be off
+_ROUNDED = 4  # roundings of the largest coordinate, between values that may be meant to be one
+_WRONG = 1e-8  # of k(0), that the polynomial may be off
 _FINER = 4  # times as many cells that an exact lattice may have
 _DIVISORS = 6  # smaller steps that are tried
 
@@ -181,6 +184,8 @@ class Lattice(Engine):
         assert grid is not None
         whole = _whole(pairs) or pairs  # rows of other pairs share what those remember
         spectra = whole.remember("spectra", lambda: _spectra(whole, grid))
+        if spectra is None:
+            return _TILED.product(pairs, rhs)
         result = torch.zeros(pairs.shape[-2], rhs.shape[-1], dtype=torch.float64, device=rhs.device)
         for some in spans(rhs.shape[-1], max(1, _POINTS // math.prod(grid.padded))):
             columns = rhs[:, some].to(torch.float64)
@@ -193,6 +198,8 @@ class Lattice(Engine):
     def derivative(self, pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
         grid = self.grid(pairs)
         assert grid is not None
+        if any(grid.reach) and pairs.remember("spectra", lambda: _spectra(pairs, grid)) is None:
+            return _TILED.derivative(pairs, left, right)
         total = torch.zeros((), dtype=torch.float64, device=left.device)
         for some in spans(left.shape[-1], max(1, _POINTS // math.prod(grid.padded))):
             sides = ((grid.left, left), (grid.right, right))
@@ -215,15 +222,16 @@ def _above(powers: Powers, known: list[Powers]) -> Iterator[tuple[Powers, Powers
 
 
 @torch.no_grad()
-def _spectra(pairs: Pairs, grid: Grid) -> dict[Powers, Tensor]:
-    """Return ``F c`` of the coefficient of each power of ``s_i - s_l``."""
+def _spectra(pairs: Pairs, grid: Grid) -> dict[Powers, Tensor] | None:
+    """Return ``F c`` of the coefficient of each power of ``s_i - s_l``; None where the polynomial is too far off."""
     differences, reach = grid.differences(pairs.device), grid.reach
 
     def at(shift: tuple[float, ...]) -> Tensor:
         moved = differences + torch.tensor([a * e for a, e in zip(shift, reach, strict=True)]).to(differences)
         return _TILED.dense(_lags(pairs, grid, moved)).reshape(grid.sizes)
 
-    result = {}
+    result, between = {}, tuple(0.4 - 0.1 * axis for axis in range(len(reach)))
+    left = at(between) if any(reach) else None
     for powers in grid.powers:
         back = tuple(-a for a in powers)
         if sum(powers) == 0:
@@ -238,6 +246,12 @@ def _spectra(pairs: Pairs, grid: Grid) -> dict[Powers, Tensor]:
             second = tuple(a - b for a, b in zip(powers, first, strict=True))
             values = at(powers) - at(first) - at(second) + at((0,) * len(powers))
         result[powers] = torch.fft.rfftn(grid.whole(values, powers))
+        if left is not None:
+            left -= values * math.prod(s**a for s, a in zip(between, powers, strict=True))
+    if left is not None:  # the polynomial is of different points, which neither coordinate has in common
+        apart = left[tuple(slice(1, None) if e else slice(None) for e in reach)].abs()
+        if apart.numel() and float(apart.max()) > _WRONG * float(at((0,) * len(reach)).flatten()[0]):
+            return None
     return result
 
 
@@ -265,17 +279,16 @@ def _grid(engine: Lattice, pairs: Pairs) -> Grid | None:
         assert pairs.whole is not None and pairs.whole[1] is not None
         return None if grid is None else replace(grid, left=grid.left.rows(pairs.whole[1]))
     points = (pairs.x2 if pairs.same else torch.cat([pairs.x1, pairs.x2])).detach()
-    if points.dtype not in _ROUNDINGS or not points.numel() or not bool(torch.isfinite(points).all()):
+    if points.dtype not in _EXACT or not points.numel() or not bool(torch.isfinite(points).all()):
         return None
     most = memory_budget.value(pairs.device) // _BYTES if pairs.asked else math.prod(pairs.shape) // _POINT
     some = points[:: max(1, int(len(points) / (2 * most ** (1 / points.shape[1]))))]
     if math.prod(len(values.unique()) for values in some.unbind(dim=1)) > most:  # which are cells, on a lattice
         return None
-    slack = _ROUNDINGS[points.dtype] * torch.finfo(points.dtype).eps * points.abs().amax(dim=0).double()
     cells, offsets = torch.zeros(len(points), dtype=torch.long, device=points.device), []
     steps, sizes, reach = [], [], []
-    for values, tolerance in zip(points.double().unbind(dim=1), slack.tolist(), strict=True):
-        axis = _axis(values, tolerance, most)
+    for values in points.unbind(dim=1):
+        axis = _axis(values, most)
         if axis is None:
             return None
         place, step, off = axis
@@ -292,33 +305,32 @@ def _grid(engine: Lattice, pairs: Pairs) -> Grid | None:
     return Grid(left, right, tuple(steps), tuple(sizes), tuple(reach))
 
 
-def _axis(values: Tensor, tolerance: float, most: int) -> tuple[Tensor, float, Tensor | None] | None:
+def _axis(values: Tensor, most: int) -> tuple[Tensor, float, Tensor | None] | None:
     """Return integers j ``(n,)`` from 0 on with ``values = o + h j + off``, h and off; None where there are none.
 
-    ``off`` is None where the tolerance allows for it; else it is a function of j.
+    ``off`` is None where it is next to nothing; else it is a function of j.
     """
-    levels, level = values.unique(return_inverse=True)
+    exact, rounding = _EXACT[values.dtype], _ROUNDED * torch.finfo(values.dtype).eps * float(values.abs().max())
+    levels, level = values.double().unique(return_inverse=True)
     gaps = levels.diff()
-    apart = gaps > 2 * tolerance
+    apart = gaps > rounding
     if not bool(apart.any()):
-        return torch.zeros_like(level), 0.0, None
-    found = None
-    for allowed in (_BESIDE * float(gaps.min()), tolerance):
-        step = _divisor(gaps[apart], allowed, float(levels[-1] - levels[0]) / most)
+        return (torch.zeros_like(level), 0.0, None) if len(levels) == 1 else None
+    found, least = None, float(gaps[apart].min())
+    for beside in (_BESIDE, exact):
+        step = _divisor(gaps[apart], beside * least, float(levels[-1] - levels[0]) / most)
         if step is None:
             continue
         places = torch.nn.functional.pad(torch.where(apart, (gaps / step).round(), 0).cumsum(0), (1, 0))
         centred = places - places.mean()
         slope = float(centred @ levels / centred.square().sum())
         off = levels - levels.mean() - slope * centred
-        largest = float(off.abs().max())
-        if largest > max(allowed, tolerance) or float(places[-1]) >= most:
-            continue
-        exact = largest <= tolerance
-        found = places.long()[level], slope, None if exact else off[level]
-        if exact:
-            break
-        most = _FINER * int(places[-1])  # an exact lattice is as good, unless it has far more cells
+        largest = float(off.abs().max()) / slope
+        if largest <= exact and float(places[-1]) < most:
+            return places.long()[level], slope, None
+        if beside == _BESIDE and largest <= beside and float(places[-1]) < most and bool(apart.all()):
+            found = places.long()[level], slope, off[level]
+            most = _FINER * int(places[-1])  # an exact lattice is as good, unless it has far more cells
     return found
 
 
