@@ -26,6 +26,7 @@ from gp_models import (
     relative,
     small_subsets,
 )
+from sketchgp.fitting import plan
 
 pytestmark = TORCH_WARNINGS
 
@@ -295,6 +296,22 @@ def test_inducing_points_move_where_asked_whatever_their_unit() -> None:
         assert float(moved.abs().max()) > 0.05
         found[unit] = np.array(history.losses)
     assert np.abs(found[1e3] - found[1.0]).max() < 1e-5
+
+
+def test_factorizes_where_solves_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for more rows than are factorized at once; a preconditioner of three columns makes solves long."""
+    monkeypatch.setitem(plan.EXACT, "cpu", 100)
+    x, y = regression(820, torch.float32)
+    model = ard(x, y, noise=1e-2)
+    sketchgp.restore(model)
+    sketchgp.accelerate(model, preconditioner=sketchgp.RPCholesky(rank=3))
+    history = sketchgp.fit(model, start="model", iterations=3)
+    assert history.objective == "exact"
+    assert history.restarts == [1]
+    assert "longer than a factorization" in history.notes[-1]
+    assert history.products[0] > 0 and not any(history.products[1:])
+    kept = sketchgp.fit(model, start="model", iterations=1, objective="probes")
+    assert kept.objective == "probes" and not kept.restarts
 
 
 class Holding(Plain):

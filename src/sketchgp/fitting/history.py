@@ -16,6 +16,7 @@ FLAT = "the loss is flat where the fit began: its lengthscales are not of the si
 UNSURE = "not sure"  # the first words of a note that doubts where a fit ended
 STOPPED = "stopped by the callback"
 AGED = "neighbours are to be chosen anew"
+DEAR = "solves take longer than a factorization"
 LOST = "float32 has lost a log determinant to rounding"
 _LOSS, _GRADIENT = COLORS[0], "0.55"
 

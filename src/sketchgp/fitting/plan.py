@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import gpytorch
@@ -25,6 +26,10 @@ from ..solvers import Cholesky
 from .objective import ModelState, Objective
 
 EXACT = {"cpu": 5000, "cuda": 20000}  # rows up to which losses are by factorization
+# An evaluation by factorization takes the time of so many rows a product with K (and its share of all else) in one with
+# probes: 45 at 9,600 rows and 68 at 6,000 of uci_pol, on one core.
+_ROWS_A_PRODUCT = 60
+_ROOM = 1.5  # factor by which the memory budget must exceed one matrix for a factorization on the way
 _KNOWN = (GaussianLikelihood, FixedNoiseGaussianLikelihood, MultitaskGaussianLikelihood)
 _NEIGHBORS = 16  # of a start by Vecchia's approximation: with 32 it takes twice the time and ends 0.0005 a row lower
 _SUBSET = 2000  # rows of a subset to start from, fitted exactly; of larger fits, (rows, those that come before):
@@ -65,11 +70,27 @@ def route(base: Objective, asked: str, optimizer: str) -> tuple[str, str]:
         return asked, ""
     fits = 8 * rows * base.model.train_targets.numel() <= memory_budget.value(device)  # all systems of a batch
     few = fits and rows <= EXACT.get(device.type, EXACT["cpu"])
-    free = isinstance(acceleration.solver, str) and threshold_untouched()  # left to the library
-    if isinstance(acceleration.solver, Cholesky) or (free and few):
+    if isinstance(acceleration.solver, Cholesky) or (_free(acceleration) and few):
         return "exact", ""
     factorized = rows <= cholesky_points() or not left_to_us(settings.fast_computations.log_prob)
     return "probes", "GPyTorch factorizes the matrix, by its settings in force" if factorized else ""
+
+
+def _free(acceleration: Acceleration) -> bool:
+    """Return whether the user left the choice of the solver to the library."""
+    return isinstance(acceleration.solver, str) and threshold_untouched()
+
+
+def dearest(base: Objective) -> float:
+    """Return the products with K of an evaluation with probes above which a factorization is sooner done.
+
+    It is infinite where a factorization does not fit into memory, or was not left to the library.
+    """
+    targets = base.model.train_targets
+    if base.acceleration is None or targets.device.type != "cpu" or targets.dim() > 1:
+        return math.inf
+    fits = _ROOM * 8 * base.rows**2 <= memory_budget.value()
+    return base.rows / _ROWS_A_PRODUCT if fits and _free(base.acceleration) else math.inf
 
 
 def _sampled(model: Any, acceleration: Acceleration) -> bool:

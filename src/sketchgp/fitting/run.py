@@ -21,10 +21,10 @@ from ..memory import out_of_memory
 from ..models.accelerated.acceleration import Acceleration
 from ..solvers.loop import compare_ranks
 from . import starts
-from .history import FLAT, LOST, SETTLED, STOPPED, UNSURE, FitHistory
+from .history import DEAR, FLAT, LOST, SETTLED, STOPPED, UNSURE, FitHistory
 from .minimise import minimise
 from .objective import ModelState, Objective
-from .plan import by_neighbors, exact_objective, on_subset, route, rows_before
+from .plan import by_neighbors, dearest, exact_objective, on_subset, route, rows_before
 from .record import Record, fit_marks
 from .stage import ENDED, Stage
 from .steps import Steps
@@ -335,13 +335,17 @@ class Fit:
         """Run the optimiser until it ends for other reasons than the density."""
         while True:
             stage.steps = Steps(stage, bar, self.callback, self.record.began)
+            if stage.history.optimizer == "lbfgs" and stage.kind == "probes" and self.choices.objective == "auto":
+                stage.steps.dearest = dearest(stage.base)
             stage.objective.evaluations = self.record.evaluations(stage.objective.cache)
             try:
                 stage.judge_revived()
                 stage.inverse_hessian = minimise(stage.steps, self.choices.learning_rate, stage.inverse_hessian)
             finally:
                 self.kept = stage.best or self.kept
-            if stage.history.reason == LOST:
+            if stage.history.reason == DEAR:
+                stage.leave_long_solves()
+            elif stage.history.reason == LOST:
                 stage.begin_anew()
             elif not stage.renew_neighbors():
                 stage.base.restore(stage.steps.best)

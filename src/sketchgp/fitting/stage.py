@@ -125,6 +125,17 @@ class Stage:
         self.base.restore(self.steps.best)
         self.history.restarts.append(len(self.history.losses))
 
+    def leave_long_solves(self) -> None:
+        """Go on with exact losses from the best parameters, where solves take longer than a factorization."""
+        assert self.base.acceleration is not None
+        self.begin_anew()
+        self.base.acceleration.cache.release()
+        self.objective, self.kind = exact_objective(self.base.model, self.base.mll), "exact"
+        self.history.objective, done = self.kind, len(self.history.losses)
+        self.history.notes.append(
+            f"after {done} steps the solves of a loss took longer than a factorization: went on with those"
+        )
+
     def by_other_probes(self, seed: int, count: int) -> tuple[float, float] | None:
         """Return the loss by probes that no step has seen, and its standard error; None without probes.
 

@@ -9,14 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from ..density import standard_error
-from .history import AGED, LOST, SETTLED, STOPPED
+from .history import AGED, DEAR, LOST, SETTLED, STOPPED
 from .record import Evaluation
 
 _NEAR = 4  # steps of L-BFGS over which a loss is judged near a minimum
 _SPAN = {"exact": 10, "bound": 10, "vecchia": 10}  # and elsewhere, by the kind of the loss
 _ESTIMATED = 3  # of other kinds
 NOT_FINITE = "met a loss or gradient that is not finite"
-_IN_VAIN = 4  # trials of a line search in a row, all within the tolerance of where it began, that tell nothing more
+# (trials, factor on the tolerance): a line search is in vain after so many trials in a row whose losses are that near
+# to where it began.  The second holds for solves only, as exact losses lead away from a plateau.
+_IN_VAIN = ((4, 1.0), (2, 0.1))
 _SHARE = 0.5  # of its standard error, below which an improvement is none
 
 
@@ -35,6 +37,7 @@ class Steps:
     :ivar first: number of steps before this run.
     :ivar best: the parameters of the best step, of this run or the one before.
     :ivar changed: whether losses are by float64 products now, and were not at the first step.
+    :ivar dearest: a run ends where an evaluation takes more products with the kernel matrix.
     :ivar longest: the most steps of a run.
     """
 
@@ -47,7 +50,7 @@ class Steps:
         self._probes: list[tuple[Tensor, ...]] = []  # of each step
         self._since: list[Evaluation] = []  # evaluations since the last step: those of a line search
         self._doubled: float | None = None  # at the first one
-        self.changed = False
+        self.changed, self.dearest = False, math.inf
 
     def count(self, evaluation: Evaluation) -> None:
         """Count an evaluation, those of a line search among them."""
@@ -83,6 +86,8 @@ class Steps:
             history.reason = STOPPED
         elif self.changed:
             history.reason = LOST
+        elif evaluation.products > self.dearest:
+            history.reason = DEAR
         elif self._settled():
             history.reason = SETTLED
         elif len(history.losses) >= self.limit:
@@ -104,8 +109,8 @@ class Steps:
         leaves = self.objective.exact and trials and trials[-1] < min(losses[-1:] + trials[:-1])
         if len(losses) < 2 or leaves:
             return False
-        apart = [abs(value - losses[-1]) for value in trials[-_IN_VAIN:]]
-        return len(apart) == _IN_VAIN and max(apart) < self.tol
+        apart, rules = [abs(value - losses[-1]) for value in trials], _IN_VAIN[: 1 if self.objective.exact else None]
+        return any(len(apart) >= most and max(apart[-most:]) < share * self.tol for most, share in rules)
 
     def _improvement(self, losses: Sequence[Any]) -> Any:
         """Return the improvement at the end of losses, which is linear in them; None where they are too few."""
