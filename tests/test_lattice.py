@@ -158,6 +158,15 @@ def test_a_period_far_below_a_step_is_left_to_tiles() -> None:
     assert all(torch.allclose(f, e, rtol=1e-9) for f, e in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_points_are_not_taken_for_one_beside_a_far_row(dtype: torch.dtype) -> None:
+    """A missing value may be written as a large number, next to whose rounding all others are alike."""
+    x = scattered(1500, 1).to(dtype)
+    x[0] = -999_999 if dtype == torch.float32 else 1e15
+    matrix, v = KernelMatrix.of(kernel_of("matern", x), x), torch.ones(len(x), 1, dtype=dtype)
+    assert relative(matrix.product(v), matrix.by("tiled").product(v)) < 1e-5
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_few_points(n: int) -> None:
     x = cells(2)[:n]

@@ -47,7 +47,7 @@ _BYTES = 48  # of a point of a grid and its transform, for each column of a prod
 _POINTS = 2**20  # of grids that are transformed at once: more do not fit caches
 _EXACT = {torch.float32: 1e-6, torch.float64: 1e-11}  # of a step, that coordinates may be off and count as cells
 _BESIDE = 1e-3  # of a step, that coordinates of a table may be off
-_ROUNDED = 4  # roundings of the largest coordinate, between values that may be meant to be one
+_ROUNDED = 4  # roundings between values that may be meant to be one
 _WRONG = 1e-8  # of k(0), that the polynomial may be off
 _FINER = 4  # times as many cells that an exact lattice may have
 _DIVISORS = 6  # smaller steps that are tried
@@ -310,10 +310,10 @@ def _axis(values: Tensor, most: int) -> tuple[Tensor, float, Tensor | None] | No
 
     ``off`` is None where it is next to nothing; else it is a function of j.
     """
-    exact, rounding = _EXACT[values.dtype], _ROUNDED * torch.finfo(values.dtype).eps * float(values.abs().max())
+    exact, rounding = _EXACT[values.dtype], _ROUNDED * torch.finfo(values.dtype).eps
     levels, level = values.double().unique(return_inverse=True)
     gaps = levels.diff()
-    apart = gaps > rounding
+    apart = gaps > rounding * torch.maximum(levels[1:].abs(), levels[:-1].abs())
     if not bool(apart.any()):
         return (torch.zeros_like(level), 0.0, None) if len(levels) == 1 else None
     found, least = None, float(gaps[apart].min())
