@@ -167,6 +167,16 @@ def test_points_are_not_taken_for_one_beside_a_far_row(dtype: torch.dtype) -> No
     assert relative(matrix.product(v), matrix.by("tiled").product(v)) < 1e-5
 
 
+def test_a_period_far_below_a_step_is_seen_in_one_column_of_cells() -> None:
+    """Points of other columns may be independent."""
+    x = ROUNDED["table"](cells(2))
+    kernel = (RBFKernel(active_dims=(0,)) * PeriodicKernel(active_dims=(1,))).double()
+    kernel.kernels[0].lengthscale, kernel.kernels[1].period_length = 1e-3, 1e-5
+    lattice, tiles = (KernelMatrix.of(kernel, x, engine=engine) for engine in ("lattice", "tiled"))
+    v = torch.randn(len(x), 1, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    assert relative(lattice.product(v), tiles.product(v)) < 1e-12
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_few_points(n: int) -> None:
     x = cells(2)[:n]

@@ -226,11 +226,12 @@ def _spectra(pairs: Pairs, grid: Grid) -> dict[Powers, Tensor] | None:
     """Return ``F c`` of the coefficient of each power of ``s_i - s_l``; None where the polynomial is too far off."""
     differences, reach = grid.differences(pairs.device), grid.reach
 
-    def at(shift: tuple[float, ...]) -> Tensor:
-        moved = differences + torch.tensor([a * e for a, e in zip(shift, reach, strict=True)]).to(differences)
+    def at(shift: tuple[float, ...] | Tensor) -> Tensor:
+        moved = differences + torch.as_tensor(shift).to(differences) * torch.tensor(reach).to(differences)
         return _TILED.dense(_lags(pairs, grid, moved)).reshape(grid.sizes)
 
-    result, between = {}, tuple(0.4 - 0.1 * axis for axis in range(len(reach)))
+    # points of one cell along a coordinate have the same offset there
+    result, between = {}, (0.4 - 0.1 * torch.arange(len(reach))).to(differences) * (differences > 0)
     left = at(between) if any(reach) else None
     for powers in grid.powers:
         back = tuple(-a for a in powers)
@@ -247,11 +248,9 @@ def _spectra(pairs: Pairs, grid: Grid) -> dict[Powers, Tensor] | None:
             values = at(powers) - at(first) - at(second) + at((0,) * len(powers))
         result[powers] = torch.fft.rfftn(grid.whole(values, powers))
         if left is not None:
-            left -= values * math.prod(s**a for s, a in zip(between, powers, strict=True))
-    if left is not None:  # the polynomial is of different points, which neither coordinate has in common
-        apart = left[tuple(slice(1, None) if e else slice(None) for e in reach)].abs()
-        if apart.numel() and float(apart.max()) > _WRONG * float(at((0,) * len(reach)).flatten()[0]):
-            return None
+            left -= values * between.pow(torch.tensor(powers).to(between)).prod(dim=1).reshape(grid.sizes)
+    if left is not None and float(left.abs().max()) > _WRONG * float(at((0,) * len(reach)).flatten()[0]):
+        return None
     return result
 
 
