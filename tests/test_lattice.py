@@ -177,6 +177,17 @@ def test_a_period_far_below_a_step_is_seen_in_one_column_of_cells() -> None:
     assert relative(lattice.product(v), tiles.product(v)) < 1e-12
 
 
+def test_grids_are_bounded_by_the_memory_budget() -> None:
+    """Of products on lattices that were chosen for their speed, too."""
+    x = cells(2)
+    kernel = kernel_of("matern", x)
+    with sketchgp.settings.memory_budget(2**10):
+        assert choose(KernelMatrix.of(kernel, x).pairs) is not LATTICE
+    for budget in (1, 2**10):
+        with sketchgp.settings.memory_budget(budget), pytest.raises(InputError, match="no regular lattice"):
+            KernelMatrix.of(kernel, x, engine="lattice")
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_few_points(n: int) -> None:
     x = cells(2)[:n]

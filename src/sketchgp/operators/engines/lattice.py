@@ -43,7 +43,7 @@ _TILED = Tiled()
 _SORTED = 500  # entries of a tile that take as long as looking at a point
 _POINT = 50  # entries of a tile that take as long as a point of a grid, of a few columns
 _AXES = 3  # coordinates with more than one value, at the most
-_BYTES = 48  # of a point of a grid and its transform, for each column of a product
+_BYTES = 128  # of a point of a grid, its transform and the kernel's values, in products and derivatives
 _POINTS = 2**20  # of grids that are transformed at once: more do not fit caches
 _EXACT = {torch.float32: 1e-6, torch.float64: 1e-11}  # of a step, that coordinates may be off and count as cells
 _BESIDE = 1e-3  # of a step, that coordinates of a table may be off
@@ -166,9 +166,7 @@ class Lattice(Engine):
             return "inputs have gradients"
         grid = self.grid(pairs)
         if grid is None:
-            return f"the points lie on no regular lattice of at most {_AXES} coordinates"
-        if not pairs.asked and _POINT * grid.points > math.prod(pairs.shape):
-            return "the points fill too little of their lattice"
+            return f"the points lie on no regular lattice of at most {_AXES} coordinates that fits the memory budget"
         return None
 
     def serves(self, pairs: Pairs) -> bool:
@@ -280,7 +278,8 @@ def _grid(engine: Lattice, pairs: Pairs) -> Grid | None:
     points = (pairs.x2 if pairs.same else torch.cat([pairs.x1, pairs.x2])).detach()
     if points.dtype not in _EXACT or not points.numel() or not bool(torch.isfinite(points).all()):
         return None
-    most = memory_budget.value(pairs.device) // _BYTES if pairs.asked else math.prod(pairs.shape) // _POINT
+    limits = memory_budget.value(pairs.device) // _BYTES, math.prod(pairs.shape) // _POINT
+    most = max(1, limits[0] if pairs.asked else min(limits))
     some = points[:: max(1, int(len(points) / (2 * most ** (1 / points.shape[1]))))]
     if math.prod(len(values.unique()) for values in some.unbind(dim=1)) > most:  # which are cells, on a lattice
         return None
@@ -301,7 +300,8 @@ def _grid(engine: Lattice, pairs: Pairs) -> Grid | None:
     both = Side(cells, torch.stack(offsets, dim=1))
     left = both if pairs.same else both.rows(slice(len(pairs.x1)))
     right = both if pairs.same else both.rows(slice(len(pairs.x1), None))
-    return Grid(left, right, tuple(steps), tuple(sizes), tuple(reach))
+    grid = Grid(left, right, tuple(steps), tuple(sizes), tuple(reach))
+    return grid if grid.points <= most else None
 
 
 def _axis(values: Tensor, most: int) -> tuple[Tensor, float, Tensor | None] | None:
