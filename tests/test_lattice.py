@@ -195,6 +195,17 @@ def test_few_points(n: int) -> None:
     torch.testing.assert_close(matrix.product(torch.eye(n).double()), matrix.to_dense().detach())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_may_have_fewer_digits_than_parameters(dtype: torch.dtype) -> None:
+    """Coordinates count as they are in the dtype of the product."""
+    x = (torch.cartesian_prod(*map(torch.arange, (11, 12, 13))) / (10 if dtype == torch.float32 else 16)).to(dtype)
+    kernel = kernel_of("matern", x.double())
+    matrix, tiles = (KernelMatrix.of(kernel, x, engine=engine) for engine in ("auto", "tiled"))
+    v = torch.randn(len(x), 1, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    assert relative(matrix.product(v), tiles.product(v)) < 1e-10
+    assert (choose(matrix.pairs) is LATTICE) == (dtype == torch.bfloat16)  # these are cells to the last digit
+
+
 def test_residuals_of_float32_coordinates_are_those_of_the_coordinates_as_given() -> None:
     """In float64 they lie beside the cells."""
     x = cells(2).float()

@@ -225,7 +225,7 @@ def _spectra(pairs: Pairs, grid: Grid) -> dict[Powers, Tensor] | None:
     differences, reach = grid.differences(pairs.device), grid.reach
 
     def at(shift: tuple[float, ...] | Tensor) -> Tensor:
-        moved = differences + torch.as_tensor(shift).to(differences) * torch.tensor(reach).to(differences)
+        moved = differences + torch.as_tensor(shift).to(differences) * differences.new_tensor(reach)
         return _TILED.dense(_lags(pairs, grid, moved)).reshape(grid.sizes)
 
     # points of one cell along a coordinate have the same offset there
@@ -276,7 +276,8 @@ def _grid(engine: Lattice, pairs: Pairs) -> Grid | None:
         assert pairs.whole is not None and pairs.whole[1] is not None
         return None if grid is None else replace(grid, left=grid.left.rows(pairs.whole[1]))
     points = (pairs.x2 if pairs.same else torch.cat([pairs.x1, pairs.x2])).detach()
-    if points.dtype not in _EXACT or not points.numel() or not bool(torch.isfinite(points).all()):
+    points = points.to(pairs.compute_dtype)
+    if not points.numel() or not bool(torch.isfinite(points).all()):
         return None
     limits = memory_budget.value(pairs.device) // _BYTES, math.prod(pairs.shape) // _POINT
     most = max(1, limits[0] if pairs.asked else min(limits))
