@@ -242,7 +242,7 @@ def _engine(patch: MONKEY) -> None:
 
     patch.setattr(self_check, "_VERDICTS", {})
     patch.setattr(self_check, "_WARNED", set())
-    patch.setattr(products, "choose", lambda matrix: TILED if matrix.engine == "tiled" else Doubled())
+    patch.setattr(products, "choose", lambda matrix, columns=1: TILED if matrix.engine == "tiled" else Doubled())
     _solve(sketchgp.ConjugateGradients(), preconditioner=None)
 
 

@@ -94,6 +94,16 @@ def test_it_is_taken_where_points_fill_a_lattice() -> None:
     assert choose(KernelMatrix.of(kernel, x[:300]).pairs) is not LATTICE
 
 
+def test_wide_products_are_left_to_others_where_those_are_faster() -> None:
+    """A column takes as long as the others on a lattice, and far less than the first in a tile."""
+    for n, faster in ((1500, False), (5000, True)):
+        x = torch.cartesian_prod(torch.arange(100.0), torch.arange(100.0))[torch.randperm(10_000)[:n]].double()
+        matrix = KernelMatrix.of(kernel_of("matern", x), x)
+        for columns in (1, 100):
+            matrix.product(torch.ones(n, columns, dtype=torch.float64))
+            assert ("stored matrix" in matrix.pairs.memory) == (columns > 1 and not faster)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("d", [1, 2, 3])
 def test_other_points_are_no_lattice(d: int, dtype: torch.dtype) -> None:

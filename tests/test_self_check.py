@@ -83,7 +83,7 @@ def use(monkeypatch):
     """``use(engine)``: what ``"auto"`` takes from here on, and what is called by its name."""
 
     def put(engine: Engine) -> Engine:
-        monkeypatch.setattr(products, "choose", lambda matrix: TILED if matrix.engine == "tiled" else engine)
+        monkeypatch.setattr(products, "choose", lambda matrix, columns=1: TILED if matrix.engine == "tiled" else engine)
         return engine
 
     return put

@@ -27,7 +27,7 @@ from .pairs import Pairs, part
 
 def product(pairs: Pairs, rhs: Tensor) -> Tensor:
     """``K rhs`` for rhs ``(*b, m, t)`` of the matrix's ``compute_dtype``, without autograd."""
-    engine, shards = choose(pairs), pairs.ranks()
+    engine, shards = choose(pairs, rhs.shape[-1]), pairs.ranks()
     if shards is None or (pairs.coincident is not None and not pairs.same):
         return trusted(engine, pairs, rhs.shape[-1]).product(pairs, rhs)
     _compare(pairs, shards)

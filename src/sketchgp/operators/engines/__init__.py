@@ -65,8 +65,8 @@ def _refuse(engine: str, reason: str | None) -> None:
         raise InputError(f"matmul={engine!r} cannot be used here: {reason}. Use matmul='auto'.")
 
 
-def choose(pairs: Pairs) -> Engine:
-    """The engine of a product: the one that was named, else the fastest that applies.
+def choose(pairs: Pairs, columns: int = 1) -> Engine:
+    """The engine of a product with some columns: the one that was named, else the fastest that applies.
 
     That points lie on a lattice is found from their coordinates (:meth:`.Lattice.serves`).
     A named engine that cannot take a variant of its matrix (its float64 copy, say) is replaced by tiles.
@@ -76,7 +76,7 @@ def choose(pairs: Pairs) -> Engine:
     if pairs.engine != "auto":
         engine = _NAMED[pairs.engine]
         return engine if engine.missing(pairs) is None else TILED
-    if LATTICE.serves(pairs):
+    if LATTICE.serves(pairs, columns):
         return LATTICE
     square = pairs.same  # a rectangular block is used once: storing it would gain nothing
     fits = square and DENSE.fits(pairs)

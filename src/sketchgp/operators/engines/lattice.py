@@ -42,6 +42,7 @@ from .tiled import Tiled
 _TILED = Tiled()
 _SORTED = 500  # entries of a tile that take as long as looking at a point
 _POINT = 50  # entries of a tile that take as long as a point of a grid, of a few columns
+_COLUMNS = (10, 100)  # such few, and so many that evaluating the entry takes no time beside multiplying by it
 _AXES = 3  # coordinates with more than one value, at the most
 _BYTES = 128  # of a point of a grid, its transform and the kernel's values, in products and derivatives
 _POINTS = 2**20  # of grids that are transformed at once: more do not fit caches
@@ -106,18 +107,14 @@ class Grid:
         """Points of all grids that a product with a vector transforms, and transforms back."""
         return math.prod(self.padded) * len(self.powers)
 
-    @property
-    def _axes(self) -> tuple[int, ...]:
-        return tuple(range(-len(self.sizes), 0))
-
     def transform(self, side: Side, columns: Tensor) -> Tensor:
         """Return ``F S v`` for columns ``(n, t)`` float64, ``(t, ...)``."""
         grid = columns.new_zeros(columns.shape[1], math.prod(self.sizes)).index_add_(1, side.cells, columns.mT)
-        return torch.fft.rfftn(grid.reshape(-1, *self.sizes), s=self.padded, dim=self._axes)
+        return torch.fft.rfftn(grid.reshape(-1, *self.sizes), s=self.padded)
 
     def back(self, transformed: Tensor) -> Tensor:
         """Return ``F^-1`` of ``(t, ...)``, in the padded grid."""
-        return torch.fft.irfftn(transformed, s=self.padded, dim=self._axes)
+        return torch.fft.irfftn(transformed, s=self.padded)
 
     def at(self, side: Side, grid: Tensor) -> Tensor:
         """Return the values ``(n, t)`` of padded grids ``(t, ...)`` in the cells of rows."""
@@ -164,14 +161,17 @@ class Lattice(Engine):
             return "several ranks work together"
         if pairs.x1.requires_grad or pairs.x2.requires_grad:
             return "inputs have gradients"
-        grid = self.grid(pairs)
-        if grid is None:
+        if self.grid(pairs) is None:
             return f"the points lie on no regular lattice of at most {_AXES} coordinates that fits the memory budget"
         return None
 
-    def serves(self, pairs: Pairs) -> bool:
-        """Return whether products take less time than by tiles."""
-        return math.prod(pairs.shape) >= _SORTED * sum(pairs.shape) and self.missing(pairs) is None
+    def serves(self, pairs: Pairs, columns: int = 1) -> bool:
+        """Return whether products with so many columns take less time than by tiles."""
+        entries = math.prod(pairs.shape)
+        if entries < _SORTED * sum(pairs.shape) or self.missing(pairs) is not None:
+            return False
+        grid, (few, many) = self.grid(pairs), _COLUMNS
+        return grid is not None and _POINT * grid.points * min(max(columns, few), many) <= entries * few
 
     def grid(self, pairs: Pairs) -> Grid | None:
         """Return the cells of the points; None where they lie on no lattice that is small enough."""
