@@ -198,6 +198,16 @@ def test_grids_are_bounded_by_the_memory_budget() -> None:
             KernelMatrix.of(kernel, x, engine="lattice")
 
 
+def test_a_model_that_asks_for_it_predicts_anywhere() -> None:
+    x, others = cells(2), scattered(20)
+    model = Plain(x, x[:, 0], gpytorch.likelihoods.GaussianLikelihood(), ScaleKernel(RBFKernel())).double()
+    means = []
+    for matmul in ("lattice", "tiled"):
+        sketchgp.accelerate(model, matmul=matmul)
+        means.append(sketchgp.predict(model, others, variance=None).mean)
+    assert relative(means[0], means[1]) < 1e-4
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_few_points(n: int) -> None:
     x = cells(2)[:n]

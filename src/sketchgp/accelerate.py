@@ -71,9 +71,9 @@ def accelerate(
         EigenPro 2 or your own solves for, with no factor of a preconditioner.
     :param matmul: how the kernel matrix is multiplied, in training and prediction.  ``"dense"`` stores it for each
         solve; ``"tiled"`` never does, nor does ``"triton"``, by fused kernels on CUDA, nor ``"lattice"``, by fast
-        Fourier transforms for inputs on a regular lattice, with gaps; ``"auto"`` takes ``"lattice"`` where it applies,
-        else stores the matrix where it fits the memory budget, else takes the fastest that applies; ``"gpytorch"``
-        leaves the products to GPyTorch.
+        Fourier transforms for inputs on a regular lattice, with gaps, and by tiles for others; ``"auto"`` takes
+        ``"lattice"`` where it applies, else stores the matrix where it fits the memory budget, else takes the fastest
+        that applies; ``"gpytorch"`` leaves the products to GPyTorch.
         (An elementwise product of two covariances made in ``forward`` is stored wherever it fits.)
     :param matmul_precision: of the products with ``matmul="triton"``: ``"float32"`` or ``"tf32"``.
         Whatever it is, residuals are checked in float64 arithmetic.
