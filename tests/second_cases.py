@@ -411,15 +411,15 @@ class Problem:
     def dense(self, model: Any = None, x: np.ndarray | None = None) -> Dense:
         model = self.model if model is None else model
         mean, x = model.mean_module, rows(model.train_inputs[0]) if x is None else x
-        # what is inexact before the kernel's formula: a network's outputs, phases of far waves, angles of few degrees
-        entries = exact.EPS if model.net is None else 4 * torch.finfo(self.dtype).eps
+        # what is inexact before the kernel's formula: a network's outputs, phases of far waves, angles of few degrees;
+        # and all entries that are GPyTorch's, in the dtype of the model
+        plain = model.net is None and "'gpytorch'" not in self.case.told.get("options", "")
+        entries = exact.EPS if plain else 4 * torch.finfo(self.dtype).eps
         kinds = self.case.told.get("kernels", ())
         if model.net is None and WAVES & set(kinds):
             entries = entries * (1 + 6 * float(np.abs(x - np.median(x, 0)).max()) / self.size)
         if "arccosine" in kinds:
             entries = max(entries, 1e-8)
-        if "'gpytorch'" in self.case.told.get("options", ""):  # entries are GPyTorch's, in the dtype of the model
-            entries = max(entries, 4 * torch.finfo(self.dtype).eps)
         return Dense(model.covar_module, mean, x, number(model.train_targets), self.noises(model), entries, self.see)
 
     def moved(self) -> Dense:
@@ -1481,9 +1481,9 @@ def estimators(case: Case) -> None:
             return  # inputs in units of the model's own
         try:
             reference = Dense(model.covar_module, model.mean_module, X.astype(LONG), inner, noise / factor**2)
+            truth = reference.at(points, LONG(np.median(noise)) / factor**2)
         except np.linalg.LinAlgError:
             return
-        truth = reference.at(points, LONG(np.median(noise)) / factor**2)
         eps = torch.finfo(model.train_inputs[0].dtype).eps
         mean = shift + factor * truth.mean
         sd = factor * np.sqrt(np.maximum(truth.variance, 0) + truth.noise)
