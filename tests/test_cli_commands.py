@@ -540,7 +540,7 @@ def test_info_and_version(capsys):
     assert lines["torch"] == torch.__version__
     assert lines["threads"].startswith(f"{torch.get_num_threads()} of torch")
     assert "GiB free" in lines["memory"]
-    assert "matmul='tiled' on cpu   yes\n" in out and "matmul='triton' on cpu  no: " in out
+    assert "matmul='tiled' on cpu    yes\n" in out and "matmul='triton' on cpu   no: " in out
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
