@@ -121,7 +121,8 @@ class Collapsed:
         self.s, c = _Statistics.apply(
             tall, given.x1, matrix, self.root, precision, self.residual, matrix.x2, *matrix.parameters
         )
-        self.inner_root, failed = torch.linalg.cholesky_ex(self.s + torch.eye(len(z)).to(self.s))
+        inner = self.s + torch.eye(len(z), dtype=torch.float64, device=z.device)
+        self.inner_root, failed = torch.linalg.cholesky_ex(inner)
         if int(failed) or not bool(torch.isfinite(self.inner_root.diagonal()).all()):
             raise NumericalError(_LOST, see="not-definite")
         self.projected = torch.linalg.solve_triangular(self.inner_root, c, upper=False)
