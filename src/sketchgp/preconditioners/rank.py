@@ -111,9 +111,7 @@ class Costs:
         """Return the cost of an entry of a product on a lattice; 0 for other products."""
         if not isinstance(part, KernelMatrix) or choose(part.pairs) is not LATTICE:
             return 0.0
-        grid = LATTICE.grid(part.pairs)
-        assert grid is not None
-        return self.prices.point * grid.points / self.n**2
+        return self.prices.point * LATTICE.found(part.pairs).points / self.n**2
 
     def iteration(self, rank: int) -> float:
         """Return the cost of an iteration with a factor of this rank."""

@@ -27,7 +27,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -107,6 +107,10 @@ class Grid:
         """Points of all grids that a product with a vector transforms, and transforms back."""
         return math.prod(self.padded) * len(self.powers)
 
+    def batches(self, columns: int) -> Iterator[slice]:
+        """Return spans of columns that are transformed at once."""
+        return spans(columns, max(1, _POINTS // math.prod(self.padded)))
+
     def transform(self, side: Side, columns: Tensor) -> Tensor:
         """Return ``F S v`` for columns ``(n, t)`` float64, ``(t, ...)``."""
         grid = columns.new_zeros(columns.shape[1], math.prod(self.sizes)).index_add_(1, side.cells, columns.mT)
@@ -167,47 +171,54 @@ class Lattice(Engine):
 
     def serves(self, pairs: Pairs, columns: int = 1) -> bool:
         """Return whether products with so many columns take less time than by tiles."""
-        entries = math.prod(pairs.shape)
+        entries, (few, many) = math.prod(pairs.shape), _COLUMNS
         if entries < _SORTED * sum(pairs.shape) or self.missing(pairs) is not None:
             return False
-        grid, (few, many) = self.grid(pairs), _COLUMNS
-        return grid is not None and _POINT * grid.points * min(max(columns, few), many) <= entries * few
+        return _POINT * self.found(pairs).points * min(max(columns, few), many) <= entries * few
 
     def grid(self, pairs: Pairs) -> Grid | None:
         """Return the cells of the points; None where they lie on no lattice that is small enough."""
         return pairs.memory.remember("grid", lambda: _grid(self, pairs), (pairs.x1, pairs.x2))
 
-    def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
+    def found(self, pairs: Pairs) -> Grid:
+        """Return the cells of points that lie on a lattice."""
         grid = self.grid(pairs)
         assert grid is not None
-        whole = _whole(pairs) or pairs  # rows of other pairs share what those remember
-        spectra = whole.remember("spectra", lambda: _spectra(whole, grid))
+        return grid
+
+    def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
+        grid, spectra = self.found(pairs), self._spectra(pairs)
         if spectra is None:
             return _TILED.product(pairs, rhs)
+        left, right = ({p: side.power(p) for p in grid.powers} for side in (grid.left, grid.right))
         result = torch.zeros(pairs.shape[-2], rhs.shape[-1], dtype=torch.float64, device=rhs.device)
-        for some in spans(rhs.shape[-1], max(1, _POINTS // math.prod(grid.padded))):
+        for some in grid.batches(rhs.shape[-1]):
             columns = rhs[:, some].to(torch.float64)
-            moved = {p: grid.transform(grid.right, columns * grid.right.power(p)) for p in grid.powers}
+            moved = {p: grid.transform(grid.right, columns * right[p]) for p in grid.powers}
             for powers in grid.powers:
                 terms = [spectra[total] * number * moved[rest] for total, rest, number in _above(powers, grid.powers)]
-                result[:, some] += grid.left.power(powers) * grid.at(grid.left, grid.back(sum(terms[1:], terms[0])))
+                result[:, some] += left[powers] * grid.at(grid.left, grid.back(sum(terms[1:], terms[0])))
         return result.to(rhs.dtype)
 
     def derivative(self, pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
-        grid = self.grid(pairs)
-        assert grid is not None
-        if any(grid.reach) and pairs.remember("spectra", lambda: _spectra(pairs, grid)) is None:
+        grid = self.found(pairs)
+        if any(grid.reach) and self._spectra(pairs) is None:
             return _TILED.derivative(pairs, left, right)
         total = torch.zeros((), dtype=torch.float64, device=left.device)
-        for some in spans(left.shape[-1], max(1, _POINTS // math.prod(grid.padded))):
+        for some in grid.batches(left.shape[-1]):
             sides = ((grid.left, left), (grid.right, right))
             u, v = (grid.transform(side, vectors[:, some].to(torch.float64)) for side, vectors in sides)
             total = total + (u * v.conj()).sum(dim=0)
         weights = grid.folded(grid.back(total.unsqueeze(0)).squeeze(0)).reshape(-1, 1)
-        lags = _lags(pairs, grid, grid.differences(pairs.device))
+        lags = _lags(pairs, grid.differences(pairs.device))
         found = _TILED.derivative(lags, weights, torch.ones_like(weights[:1]))
         of_parameters = [None if g is None else g.to(p.dtype) for g, p in zip(found[2:], pairs.parameters, strict=True)]
         return (None, None, *of_parameters)
+
+    def _spectra(self, pairs: Pairs) -> dict[Powers, Tensor] | None:
+        """Return what :func:`_spectra` does, remembered; rows of other pairs share what those remember."""
+        whole = _whole(pairs) or pairs
+        return whole.remember("spectra", lambda: _spectra(whole, self.found(whole)))
 
 
 def _above(powers: Powers, known: list[Powers]) -> Iterator[tuple[Powers, Powers, float]]:
@@ -224,13 +235,17 @@ def _spectra(pairs: Pairs, grid: Grid) -> dict[Powers, Tensor] | None:
     """Return ``F c`` of the coefficient of each power of ``s_i - s_l``; None where the polynomial is too far off."""
     differences, reach = grid.differences(pairs.device), grid.reach
 
-    def at(shift: tuple[float, ...] | Tensor) -> Tensor:
-        moved = differences + torch.as_tensor(shift).to(differences) * differences.new_tensor(reach)
-        return _TILED.dense(_lags(pairs, grid, moved)).reshape(grid.sizes)
+    def moved(shift: Tensor) -> Tensor:
+        lags = _lags(pairs, differences + shift.to(differences) * differences.new_tensor(reach))
+        return _TILED.dense(lags).reshape(grid.sizes)
+
+    @cache  # several coefficients are differences of the same values
+    def at(shift: tuple[float, ...]) -> Tensor:
+        return moved(torch.tensor(shift))
 
     # points of one cell along a coordinate have the same offset there
     result, between = {}, (0.4 - 0.1 * torch.arange(len(reach))).to(differences) * (differences > 0)
-    left = at(between) if any(reach) else None
+    left = moved(between) if any(reach) else None
     for powers in grid.powers:
         back = tuple(-a for a in powers)
         if sum(powers) == 0:
@@ -252,7 +267,7 @@ def _spectra(pairs: Pairs, grid: Grid) -> dict[Powers, Tensor] | None:
     return result
 
 
-def _lags(pairs: Pairs, grid: Grid, differences: Tensor) -> Pairs:
+def _lags(pairs: Pairs, differences: Tensor) -> Pairs:
     """Return the pairs of some differences and 0, in float64."""
     parameters = [p.detach().to(torch.float64).requires_grad_(p.requires_grad) for p in pairs.parameters]
     origin = torch.zeros_like(differences[:1])
