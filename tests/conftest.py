@@ -95,6 +95,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Import GPyTorch where tests are run, before warnings are errors, some of which it gives."""
     if "PYTEST_XDIST_WORKER" not in os.environ and session.config.getoption("numprocesses", None):
         return
+    gc.disable()  # until everything is collected: it would go through all modules while others are read
     import gpytorch  # noqa: F401
     import torch
 
@@ -104,6 +105,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: the garbage collector need not go through them again and again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
