@@ -5,6 +5,7 @@ A child of a process in which torch has threads can hang: what solves there is f
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -27,6 +28,8 @@ CAN_FORK = hasattr(os, "fork")  # not on Windows
 
 def one_thread() -> None:
     """What a script does before it forks."""
+    gc.collect()
+    gc.freeze()  # what is imported is neither looked through nor copied by each child
     torch.set_num_threads(1)
     run.tqdm.set_lock(threading.RLock())  # not the one that processes share, which a killed one may hold
 
