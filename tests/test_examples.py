@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import runpy
 import sys
@@ -15,7 +14,7 @@ import sketchgp
 
 SMALL = {  # arguments for a run of seconds
     "accelerate_existing_model.py": ["--rows", "300", "--iterations", "3"],
-    "botorch_single_task.py": ["--points", "2050", "--steps", "1"],
+    "botorch_single_task.py": ["--points", "300", "--steps", "1"],
     "classification.py": ["--rows", "400", "--features", "256"],
     "compare_solvers.py": ["--rows", "300", "--seconds", "0.2"],
     "huge_mean.py": ["--rows", "1500", "--seconds", "0.1"],
@@ -42,8 +41,8 @@ def test_there_are_examples():
 def test_example_runs(script, tmp_path, monkeypatch, capsys):
     """In this process, which has imported all that is needed: starting one takes longer than most of them."""
     text = script.read_text(encoding="utf-8")
-    if re.search(r"^ *(from|import) botorch", text, flags=re.MULTILINE) and not importlib.util.find_spec("botorch"):
-        pytest.skip("BoTorch is not installed")
+    if re.search(r"^ *(from|import) botorch", text, flags=re.MULTILINE):
+        pytest.importorskip("botorch", reason="BoTorch is not installed")  # before its defaults are overwritten
     arguments = list(SMALL[script.name])
     if picture := "--picture" in text:
         arguments += ["--picture", "picture.png"]
