@@ -99,6 +99,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     import gpytorch  # noqa: F401
     import torch
 
+    if not torch.cuda.is_available():  # torch's own formats the stack for every kind of device that is not there
+        torch.manual_seed = torch.default_generator.manual_seed
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # the problems are small: more threads only wait for each other
 
