@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 
 import gpytorch
@@ -80,6 +81,8 @@ def _interpreter(monkeypatch, request):
         tensor.__index__ = lambda self: int(self.handle.data.item())  # NumPy 2.4 takes no array of one entry for this
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    builder = interpreter.interpreter_builder  # it computes whether sums overflow, and looks only when debugging
+    monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
 
     # each call of a function patches the language anew, which takes most of the time: once is enough
     def called(function, *args, **kwargs):
