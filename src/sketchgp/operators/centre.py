@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 import torch
@@ -14,50 +15,44 @@ _ROWS = 256  # rows whose median is taken: it is off by at most a tenth of the s
 _FAR = {torch.float32: 1e4, torch.float64: 1e6}
 _RATIO = 1e3  # gaps that exceed the sum of all smaller ones so many times separate clusters
 _COPIES = 3  # of the largest gaps; these separate copies of few points, too, where they exceed _RATIO
+_ROUNDING = 16  # roundoffs of a number that may be lost where it is counted from a centre
+_GOLDEN = (math.sqrt(5) - 1) / 2
 _SPLITS = 3  # splits of the rows into clusters before the median of the largest cluster is taken
 
 
 class Centre:
-    """The median of the points x ``(..., m, d)`` in each coordinate, computed at the first use.
+    """The median of the largest cluster of the points x ``(..., m, d)`` in each coordinate, computed at the first use.
 
     A matrix product computes the squared distance of points a and b, counted from here, with an error of
     ``eps (|a|^2 + |b|^2)``.  The centre must therefore lie amid the points.  Rows that lie far from all others (1e5
-    where a value is missing) must not move it, as they would move a mean.  Large data are sampled.
-
-    Rows are near or far with respect to the median of the largest cluster of the points.
+    where a value is missing) must not move it, as they would move a mean, and most rows may be such rows.  Large data
+    are sampled.
     """
 
     def __init__(self, x: Tensor) -> None:
         self._x = x.detach()
 
     @cached_property
-    def _medians(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The median of all points and that of the largest cluster; and the median squared distance from the latter of
-        those points that differ from it."""
-        some = _some(self._x)
-        cluster = _largest_cluster(some)
-        value = _median(some)
-        near = value if cluster is some else _median(cluster)
-        squares = (cluster - near).square().sum(dim=-1, keepdim=True)
+    def _medians(self) -> tuple[Tensor, Tensor]:
+        """The median of the largest cluster, and the median squared distance of its other points from there."""
+        cluster = _largest_cluster(_some(self._x))
+        value = _median(cluster)
+        squares = (cluster - value).square().sum(dim=-1, keepdim=True)
         medians = _median(squares.masked_fill(squares == 0, torch.nan))
-        return value, near, medians.amax() if medians.numel() else medians.new_zeros(())
+        return value, medians.amax() if medians.numel() else medians.new_zeros(())
 
     def value(self) -> Tensor:
         """``(..., 1, d)``, finite; without gradients."""
         return self._medians[0]
 
-    def near_value(self) -> Tensor:
-        """Return the median of the near points, ``(..., 1, d)``, finite; without gradients."""
-        return self._medians[1]
-
     @torch.no_grad()
     def far(self, x: Tensor) -> Tensor:
         """``(n,)`` bool: which rows of x ``(..., n, d)``, in any element of a batch, lie far."""
-        return self._beyond(x, self.near_value())
+        return self._beyond(x, self.value())
 
     def _beyond(self, x: Tensor, point: Tensor) -> Tensor:
         squares = (x - point).square().sum(dim=-1)
-        return (squares > _FAR.get(x.dtype, 1e4) * self._medians[2]).reshape(-1, x.shape[-2]).any(dim=0)
+        return (squares > _FAR.get(x.dtype, 1e4) * self._medians[1]).reshape(-1, x.shape[-2]).any(dim=0)
 
     @torch.no_grad()
     def groups(self, x: Tensor, far: Tensor | None = None) -> list[Tensor] | None:
@@ -84,7 +79,9 @@ def _largest_cluster(x: Tensor) -> Tensor:
     """Return the points ``(..., m, d)`` with NaN in place of those outside the largest cluster, x itself for one.
 
     Clusters are separated by a gap, along the coordinate of the largest range, that exceeds the sum of all smaller
-    gaps many times.  That sum is at least the range of each cluster.  Devices other than the CPU are not waited for.
+    gaps many times.  That sum is at least the range of each cluster.  Where numbers cannot be counted from the largest
+    cluster without a loss of their digits, it is the cluster of the smallest of these.  Devices other than the CPU are
+    not waited for.
     """
     if x.shape[-2] < 3 or not x.numel():
         return x
@@ -106,17 +103,29 @@ def _largest_cluster(x: Tensor) -> Tensor:
         clusters = torch.nn.functional.pad(((gaps >= least) & (least > 0)).cumsum(dim=-1), (1, 0))
         present = values.isfinite()
         counts = torch.zeros_like(clusters).scatter_add_(-1, clusters, present.long())
-        inside = present & (clusters == counts.argmax(dim=-1, keepdim=True))
+        largest = counts.argmax(dim=-1, keepdim=True)
+        finite = values.masked_fill(~present, 0)
+        origin = finite.gather(-1, torch.searchsorted(clusters, largest))
+        rounding = ((finite - origin) + origin - finite).abs()
+        lost = (clusters != largest) & (rounding > _ROUNDING * torch.finfo(x.dtype).eps * finite.abs())
+        least = clusters.gather(-1, finite.abs().masked_fill(~lost, torch.inf).argmin(dim=-1, keepdim=True))
+        inside = present & (clusters == torch.where(lost.any(dim=-1, keepdim=True), least, largest))
         x = x.masked_fill(~torch.empty_like(inside).scatter_(-1, order, inside).unsqueeze(-1), torch.nan)
     return x
 
 
 def _some(x: Tensor) -> Tensor:
-    """Return a sample of many rows, in float32 at least; integers in float64."""
-    some = x[..., :: max(1, -(-x.shape[-2] // _ROWS)), :]
-    if not some.is_floating_point():
-        return some.double()
-    return some.float() if some.dtype.itemsize < 4 else some
+    """Return a sample of many rows, in float32 at least; integers in float64.
+
+    Rows of a pattern that repeats, as every third row of a table, are drawn in their proportion: indices are multiples
+    of the golden ratio.
+    """
+    if (m := x.shape[-2]) > _ROWS:
+        turns = torch.arange(_ROWS, dtype=torch.float64) * _GOLDEN % 1
+        x = x.index_select(-2, sent((turns * m).long(), x.device))
+    if not x.is_floating_point():
+        return x.double()
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 @torch.no_grad()

@@ -36,7 +36,6 @@ from torch import Tensor
 from ..devices import here, sent
 from ..errors import InputError
 from ..kernels import LaplaceKernel
-from .centre import Centre
 from .generic_tiles import BatchElement
 from .profiles import GAUSS, LAPLACE, MATERN, RATIONAL_QUADRATIC, WAVES, Profile
 
@@ -147,17 +146,17 @@ class Expression:
         same: bool,
         batch: torch.Size,
         dtype: torch.dtype,
-        centre: Tensor | None = None,
+        centre: Tensor,
         known: Known | None = None,
     ) -> Prepared:
         """Return features and coefficients for x1 ``(..., n, d)`` and x2 ``(..., m, d)``, computed in ``dtype``.
 
-        :param centre: ``(..., 1, d)``, a constant: what inputs are counted from; None for the median of x2.
+        :param centre: ``(..., 1, d)``, a constant: what inputs are counted from.
         :param known: of each atom, which rows and columns are far from the centre; None where that is not known.
         """
         x1 = x1.to(dtype)
         x2 = x1 if same else x2.to(dtype)
-        centre = (Centre(x2).value() if centre is None else centre).to(x1)
+        centre = centre.to(x1)
         features = []
         for number, atom in enumerate(self.atoms):
             left, weight = self._features(atom, x1, centre)
