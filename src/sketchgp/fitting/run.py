@@ -434,9 +434,9 @@ class Fit:
         if len(ends) > 1:
             words = ", ".join(f"from {name} {loss:.4f}" for name, loss in ends.items())
             lowest.history.notes.append(f"the best of {len(ends)} starts: {words}")
-            if _at_lowest(ends.values(), tol) == 1:
+            if 2 * (count := _at_lowest(ends.values(), tol)) < len(ends):
                 lowest.history.notes.append(
-                    f"{UNSURE}: of {len(ends)} starts one alone came to this loss, another may find a lower one"
+                    f"{UNSURE}: of {len(ends)} starts {count} alone came to this loss, another may find a lower one"
                 )
         return None if lowest is first else lowest
 

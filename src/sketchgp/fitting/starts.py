@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpytorch.kernels import Kernel
+from gpytorch.kernels import Kernel, SpectralMixtureKernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
 from gpytorch.means import ConstantMean, LinearMean
 from linear_operator.operators import LinearOperator
@@ -98,6 +98,12 @@ def spread(model: Any, times: float) -> bool:
     for part in _scaled(model):
         if not hasattr(part, "period_length"):
             _moved(part, seen.get(id(part)), True, times)
+    for part in model.modules():
+        if isinstance(part, SpectralMixtureKernel) and (x := seen.get(id(part))) is not None and len(x) > 1:
+            sizes = times * (x.std(dim=0) * x.shape[1] ** 0.5).to(part.mixture_scales)
+            factors = 1 / (2 * math.pi * sizes * part.mixture_scales.log().mean(dim=-3, keepdim=True).exp())
+            factors = factors.where(factors.isfinite(), 1)
+            part.initialize(mixture_means=factors * part.mixture_means, mixture_scales=factors * part.mixture_scales)
     return any(not torch.allclose(p, kept, rtol=0.1) for p, kept in zip(model.parameters(), before, strict=True))
 
 
