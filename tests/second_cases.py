@@ -530,9 +530,11 @@ def compare(problem: Problem, which: str, truth: Truth, points: torch.Tensor | N
     """Ask one question of an accelerated model in eval mode, and hold the answer against the truth."""
     case, model = problem.case, problem.model
     points = problem.points if points is None else points
-    if "'gpytorch'" in case.told.get("options", "") and model.net is None:
+    own = "'gpytorch'" in case.told.get("options", "") or "polynomial" in case.told["kernels"]
+    if own and model.net is None:
         with torch.no_grad():  # entries are GPyTorch's own, whose formulas overflow far away in float32
-            if not model.covar_module(points).to_dense().isfinite().all():
+            inputs = torch.cat([points, *model.train_inputs])
+            if not model.covar_module(inputs).to_dense().isfinite().all():
                 case.outcomes["overflow in GPyTorch"] += 1
                 return
     hard = problem.hard

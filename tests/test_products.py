@@ -129,3 +129,28 @@ def test_products_of_low_rank_kernels_are_exact(parts, n, budget):
             found, posterior = sketchgp.predict(model, x[:4]), model(x[:4])
     for one, other in ((found.mean, found.variance), (posterior.mean, posterior.variance)):
         assert torch.allclose(one, mean, atol=1e-7) and torch.allclose(other, variance, atol=1e-7)
+
+
+def test_a_linear_kernel_in_float32():
+    """The covariance is a root plus a diagonal: by Woodbury's identity its density cancels, and variances are far below
+    the 1e-6 that GPyTorch raises them to."""
+    x, (y, *_) = 100 * points(300, 3).float(), data(300)[1:]
+    y = x @ torch.tensor([0.01, 0.02, -0.01]) + 0.03 * y.float()
+    kernel = ScaleKernel(LinearKernel())
+    model = Plain(x, y, _likelihood(1e-4), kernel, gpytorch.means.ZeroMean()).float()
+    sketchgp.accelerate(model).train()
+    found = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)(model(x), y)
+    scale = (kernel.outputscale * kernel.base_kernel.variance).double().squeeze()
+    z, noise = x.double(), model.likelihood.noise.double()
+    root = torch.linalg.cholesky(scale * z @ z.mT + noise * torch.eye(300))
+    zero = torch.zeros(300, dtype=torch.float64)
+    expected = torch.distributions.MultivariateNormal(zero, scale_tril=root).log_prob(y.double()) / 300
+    raw = kernel.raw_outputscale
+    assert abs(found - expected) < 1e-5
+    gradient, exact = (torch.autograd.grad(value, raw, retain_graph=True)[0] for value in (found, expected))
+    assert torch.allclose(gradient, exact, rtol=1e-3)
+    cross = scale * z[:5] @ z.mT
+    variance = scale * z[:5].square().sum(dim=-1) - torch.linalg.solve_triangular(
+        root, cross.mT, upper=False
+    ).square().sum(0)
+    assert torch.allclose(model.eval()(x[:5]).variance.double(), variance, rtol=1e-3)

@@ -12,7 +12,13 @@ import torch
 from gpytorch import settings
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from gpytorch.likelihoods.gaussian_likelihood import _GaussianLikelihoodBase
-from linear_operator.operators import AddedDiagLinearOperator, LinearOperator, MulLinearOperator, RootLinearOperator
+from linear_operator.operators import (
+    AddedDiagLinearOperator,
+    LinearOperator,
+    LowRankRootAddedDiagLinearOperator,
+    MulLinearOperator,
+    RootLinearOperator,
+)
 
 from ...cards import Card, choice, shape, tensor_kind
 from ...checks import found
@@ -204,7 +210,7 @@ class AcceleratedDistribution(_Accelerated):
         covariance = self.lazy_covariance_matrix  # type: ignore[attr-defined]
         least = settings.min_variance.value(covariance.dtype)
         latent = covariance.latent if isinstance(covariance, NoisyCovariance) else covariance
-        if not isinstance(latent, LazyCovariance) or least != _MIN_VARIANCE.get(covariance.dtype):
+        if not isinstance(latent, LazyCovariance | RootLinearOperator) or least != _MIN_VARIANCE.get(covariance.dtype):
             return super().variance  # type: ignore[misc]
         variance = covariance.diagonal(dim1=-1, dim2=-2).expand(self.loc.shape)  # type: ignore[attr-defined]
         if not isinstance(self, MultitaskMultivariateNormal):
@@ -219,9 +225,13 @@ class AcceleratedDistribution(_Accelerated):
         fast = settings.fast_computations.log_prob
         acceleration = getattr(self.lazy_covariance_matrix, "acceleration", None)  # type: ignore[attr-defined]
         asked = acceleration is not None and acceleration.density.always
-        if fast.on() or not (left_to_us(fast) or asked):
+        if not fast.on() and (left_to_us(fast) or asked):
+            return log_density(self, value)
+        evaluated = self.lazy_covariance_matrix.evaluate_kernel()  # type: ignore[attr-defined]
+        if not isinstance(evaluated, LowRankRootAddedDiagLinearOperator) or evaluated.dtype == torch.float64:
             return super().log_prob(value)  # type: ignore[misc]
-        return log_density(self, value)
+        exact = MultivariateNormal(self.loc.double(), evaluated.double())  # type: ignore[attr-defined]
+        return exact.log_prob(value.double()).to(value.dtype)  # Woodbury's identity cancels in float32
 
 
 def _like(distribution: Any, cls: type, covariance: Any) -> Any:
