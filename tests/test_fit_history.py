@@ -99,13 +99,28 @@ def test_a_search_in_what_solves_leave_of_a_loss_ends(
 
 
 def test_a_step_that_promises_little_settles_a_loss() -> None:
-    """By how the loss bends: the same gradient promises more where it bends less; nothing is promised without."""
+    """By how the loss bends: the same gradient promises more where it bends less; nothing is promised without.  A third
+    variable is at its limit, beyond which the loss would fall."""
     for inverse, settled in ((InverseHessian(1.0, []), True), (InverseHessian(100.0, []), False), (None, False)):
         search = object.__new__(_Search)
-        search.point = SimpleNamespace(gradient=np.array([3e-3, 4e-3]))
+        search.point = SimpleNamespace(vector=np.zeros(3), gradient=np.array([3e-3, 4e-3, 7.0]))
+        search.variables = SimpleNamespace(lower=np.array([-1.0, -1.0, 0.0]), upper=np.ones(3))
         search.steps = SimpleNamespace(tol=1e-4, history=SimpleNamespace(reason=""))
         assert search.settled(inverse) == settled
         assert search.steps.history.reason == (SETTLED if settled else "")
+
+
+@pytest.mark.parametrize(
+    ("gains", "settled"),
+    [([30, 3, 0.3], True), ([30, 3, 1.2], False), ([3, 2, 0.9], False), ([1, 30, 0.3], False), ([8, 4, 0.4], True)],
+)
+def test_steps_that_shrink_fast_settle_a_loss(gains: list[float], settled: bool) -> None:
+    """After a subset: all steps to come, as a geometric series, bring less than the tolerance."""
+    steps = object.__new__(Steps)
+    losses = [9.0, *(9.0 - 1e-4 * np.cumsum(gains))]
+    steps.history, steps._probes = SimpleNamespace(losses=losses, optimizer="lbfgs"), [()] * len(losses)
+    steps.first, steps.tol, steps._span = 0, 1e-4, 3
+    assert steps._settled() == settled
 
 
 @pytest.mark.parametrize(

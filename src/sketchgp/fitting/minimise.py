@@ -185,9 +185,16 @@ class _Search:
         self.point = point
         return self.steps.note(point.evaluation, float(np.linalg.norm(point.gradient)), point.state)
 
+    @property
+    def inside(self) -> np.ndarray:
+        """The gradient at the last step, zero where descent would leave the limits of a variable."""
+        vector, gradient = self.point.vector, self.point.gradient
+        above, below = vector > self.variables.lower, vector < self.variables.upper
+        return np.where(((gradient > 0) & above) | ((gradient < 0) & below), gradient, 0.0)
+
     def settled(self, inverse: InverseHessian | None) -> bool:
         """Return whether the next Newton step promises too little, which ends the run."""
-        gradient = self.point.gradient
+        gradient = self.inside
         if inverse is None or not 0.5 * gradient @ (inverse @ gradient) < _PROMISED * self.steps.tol:
             return False
         self.steps.history.reason = SETTLED
@@ -200,7 +207,7 @@ class _Search:
         """
         while True:
             before = self.point
-            step = -(inverse @ before.gradient)
+            step = -(inverse @ self.inside)
             if self.settled(inverse):
                 return inverse, True
             ahead = before.vector + step / max(1.0, np.linalg.norm(step) / _NEWTON)
@@ -256,11 +263,9 @@ class _Search:
 
     def judge(self) -> None:
         """Record which limits of the variables ended the run, and whether the loss settled on a steep slope."""
-        history, vector, gradient = self.steps.history, self.point.vector, self.point.gradient
-        history.at_limits = self.variables.pressed(vector, gradient, _PRESSED)
-        above, below = vector > self.variables.lower, vector < self.variables.upper
-        inside = ((gradient > 0) & above) | ((gradient < 0) & below)
-        if history.reason == SETTLED and np.linalg.norm(gradient[inside]) > _STEEP:
+        history = self.steps.history
+        history.at_limits = self.variables.pressed(self.point.vector, self.point.gradient, _PRESSED)
+        if history.reason == SETTLED and np.linalg.norm(self.inside) > _STEEP:
             history.reason = STEEP
 
 
