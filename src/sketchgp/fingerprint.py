@@ -249,5 +249,4 @@ class Memory:
         if result is None or not result[0].holds(inputs, parameters):
             self._values.pop(name, None)  # an old and a new matrix need not both fit into memory
             result = self._values[name] = (State(inputs, parameters), make())
-        value: T = result[1]
-        return value
+        return result[1]

@@ -80,8 +80,7 @@ class Space:
 
         :param matrix: :class:`~sketchgp.operators.access.Access` to an n x n matrix.
         """
-        columns: Tensor = matrix.columns(indices)
-        return columns
+        return matrix.columns(indices)
 
     def factor(self, own: Tensor) -> Factor:
         """Return the array of n rows whose rows on this process are ``own`` ``(h, r)``."""
@@ -120,8 +119,7 @@ class Space:
 
     def apply_inverse(self, preconditioner: Any, vectors: Tensor) -> Tensor:
         """Apply the inverse of a preconditioner, ``P^-1 vectors``."""
-        product: Tensor = preconditioner.apply_inverse(vectors)
-        return product
+        return preconditioner.apply_inverse(vectors)
 
 
 class SharedSpace(Space):
@@ -171,8 +169,7 @@ class SharedSpace(Space):
 
     def columns(self, matrix: Any, indices: Tensor) -> Tensor:
         own = torch.arange(self.span.start, self.span.stop, device=indices.device)
-        columns: Tensor = matrix.block(own, indices)
-        return columns
+        return matrix.block(own, indices)
 
     def factor(self, own: Tensor) -> Factor:
         return ShardedRows(own, self.n, self.shards)
@@ -195,8 +192,7 @@ class SharedSpace(Space):
         return squares.sqrt(), dots
 
     def apply_inverse(self, preconditioner: Any, vectors: Tensor) -> Tensor:
-        product: Tensor = preconditioner.apply_inverse_to_rows(vectors, self)
-        return product
+        return preconditioner.apply_inverse_to_rows(vectors, self)
 
 
 class ShardedRows:

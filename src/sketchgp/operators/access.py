@@ -257,10 +257,7 @@ Term = tuple[float | Tensor, LinearOperator]
 
 def terms(operator: LinearOperator) -> list[Term]:
     """Return the operator as a sum of scaled operators that are neither sums nor scaled themselves, as constants."""
-    result: list[Term] = fold(
-        operator.evaluate_kernel(), lambda part: [(1.0, part.detach() if part.requires_grad else part)], _TERMS
-    )
-    return result
+    return fold(operator.evaluate_kernel(), lambda part: [(1.0, part.detach() if part.requires_grad else part)], _TERMS)
 
 
 def accurate_terms(operator: LinearOperator) -> list[Term]:
@@ -285,8 +282,7 @@ def evaluated_accurately(operator: LinearOperator, engine: str = "tiled") -> Lin
     operator = operator.evaluate_kernel()
     if operator.dtype == torch.float64 or not all(isinstance(part, KernelMatrix) for _, part in terms(operator)):
         return operator
-    result: LinearOperator = fold(operator, lambda part: part.type(torch.float64).by(engine), _operators(Tensor.double))
-    return result
+    return fold(operator, lambda part: part.type(torch.float64).by(engine), _operators(Tensor.double))
 
 
 class AccurateProduct:
@@ -359,8 +355,7 @@ def accurate_matmul(operator: LinearOperator, vectors: Tensor) -> Tensor:
     operator = operator.evaluate_kernel()
     if not torch.is_grad_enabled() or not (operator.requires_grad or vectors.requires_grad):
         return AccurateProduct(operator)(vectors)
-    product: Tensor = fold(operator, lambda part: part.type(torch.float64) @ vectors, PRODUCTS)
-    return product
+    return fold(operator, lambda part: part.type(torch.float64) @ vectors, PRODUCTS)
 
 
 def dense_product(matrix: Tensor, vectors: Tensor) -> Tensor:

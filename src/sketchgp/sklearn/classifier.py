@@ -115,8 +115,7 @@ class KernelClassifier(Estimator, ClassifierMixin, BaseEstimator):
             return self.solution_.predict(X) + self._shares
         parameter = next(self.model_.covar_module.parameters())
         with torch.no_grad():
-            scores: Tensor = getattr(self.model_, kind)(checks.copied(X, parameter.device, parameter.dtype))
-        return scores
+            return getattr(self.model_, kind)(checks.copied(X, parameter.device, parameter.dtype))
 
     def decision_function(self, X: Any) -> Any:
         """The functions at X: ``(m, c)``, or of two classes ``(m,)``, that of the second less that of the first."""

@@ -243,7 +243,7 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         if type(total) is AddedDiagLinearOperator:
             evaluated: Any = self.rebuilt(linear_op, self._diag_tensor)
             evaluated.source = self.source
-            return evaluated  # type: ignore[no-any-return]
+            return evaluated
         return total  # a structure that GPyTorch inverts directly, such as low rank plus diagonal
 
     def add_diagonal(self, diag: Tensor) -> LinearOperator:
