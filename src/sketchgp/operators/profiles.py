@@ -19,6 +19,7 @@ from torch import Tensor
 LOG2E = math.log2(math.e)
 
 Buffer = Callable[[], Tensor]
+Slopes = tuple[Tensor, Tensor, Tensor | None]  # V, S and, with a shape parameter, the derivative in it
 # Exponents of two below which a value counts as much as any: its square, and its products with vectors, are still
 # normal numbers.  What CPUs make of others takes them up to a hundred times as long.
 LEAST = {torch.float32: -60.0, torch.float64: -500.0}
@@ -42,7 +43,7 @@ class Profile:
     gain: float
     slope: float
     value: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    derivative: Callable[[Tensor, Tensor, Tensor | None, Buffer], tuple[Tensor, Tensor, Tensor | None]]
+    derivative: Callable[[Tensor, Tensor, Tensor | None, Buffer], Slopes]
 
     def at(self, q: Tensor, alpha: Tensor | None) -> Tensor:
         """``phi(q)``, of distances that are left as they are."""
@@ -57,9 +58,7 @@ def _gauss(t: Tensor, spare: Tensor, alpha: Tensor | None) -> Tensor:
     return t.exp2_()  # a rounding error that makes q slightly negative is as harmless as one that does not
 
 
-def _gauss_derivative(
-    t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _gauss_derivative(t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer) -> Slopes:
     value = t.exp2_()
     return value, value, None
 
@@ -83,9 +82,7 @@ def _matern12(t: Tensor, spare: Tensor, alpha: Tensor | None) -> Tensor:
     return torch.addcmul(t.new_zeros(()), t, _inverse_root(t, spare), value=-1, out=spare).exp2_()
 
 
-def _matern12_derivative(
-    t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _matern12_derivative(t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer) -> Slopes:
     inverse = _inverse_root(t, spare)
     value = torch.addcmul(t.new_zeros(()), t, inverse, value=-1, out=t).exp2_()
     # phi' = -phi / (2 s); at s = 0 the kernel has a kink, and the slope is taken as 0
@@ -97,9 +94,7 @@ def _matern32(t: Tensor, spare: Tensor, alpha: Tensor | None) -> Tensor:
     return u.div_(torch.exp2(u, out=t))  # (1 + s) exp(-s)
 
 
-def _matern32_derivative(
-    t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _matern32_derivative(t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer) -> Slopes:
     u = _shifted_root(t, spare)
     decay = torch.neg(u, out=t).exp2_()
     return u.mul_(decay), decay, None  # phi' = -exp(-s) / 2
@@ -111,9 +106,7 @@ def _matern52(t: Tensor, spare: Tensor, alpha: Tensor | None) -> Tensor:
     return polynomial.div_(u.exp2_())
 
 
-def _matern52_derivative(
-    t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _matern52_derivative(t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer) -> Slopes:
     u = _shifted_root(t, spare)
     polynomial = t.add_(u, alpha=3 * LOG2E)
     decay = torch.neg(u, out=more()).exp2_()
@@ -125,9 +118,7 @@ def _rational_quadratic(t: Tensor, spare: Tensor, alpha: Tensor | None) -> Tenso
     return torch.log1p(t.clamp_(min=0), out=spare).mul_(alpha * -LOG2E).exp2_()  # (1 + t)^-alpha, t = q / (2 alpha)
 
 
-def _rational_quadratic_derivative(
-    t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _rational_quadratic_derivative(t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer) -> Slopes:
     assert alpha is not None
     logarithm = torch.log1p(t.clamp_(min=0), out=spare)
     value = torch.mul(logarithm, alpha * -LOG2E, out=more()).exp2_()
