@@ -18,7 +18,7 @@ from torch import Tensor
 from .expression import Expression, Prepared
 from .fast_tiles import farthest
 from .pairs import Pairs
-from .tiles import Shape, spans
+from .tiles import Piece, Shape, spans
 
 _LEAST = 4096  # rows, and columns, from which on an order is sought: it takes as long as some hundred products of a row
 _LEAF = 128  # points of a box,
@@ -40,9 +40,7 @@ class Layout:
     values: Tensor
     slopes: Tensor
 
-    def pieces(
-        self, rows: int, columns: int, shape: Shape, half: bool, gradient: bool
-    ) -> Iterator[tuple[slice, slice, bool]]:
+    def pieces(self, rows: int, columns: int, shape: Shape, half: bool, gradient: bool) -> Iterator[Piece]:
         """The tiles that matter; as :func:`.tiles.pieces` has all of them."""
         mask, (down_leaf, across_leaf) = self.slopes if gradient else self.values, self.leaves
         step = min(shape)

@@ -23,6 +23,7 @@ _CUDA_SHARE = 16  # a CUDA tile may take one part in so many of the free memory
 _LEAST_ENTRIES = 2**12
 
 Shape = tuple[int, int]
+Piece = tuple[slice, slice, bool]  # rows and columns of a tile, and whether its mirror image is to be taken from it
 Result = TypeVar("Result")
 logger = logging.getLogger("sketchgp")
 _shrunk: dict[torch.device, int] = {}  # halvings of the tile after running out of memory, for the rest of the process
@@ -58,11 +59,8 @@ def spans(length: int, step: int, first: int = 0) -> Iterator[slice]:
         yield slice(start, min(start + step, length))
 
 
-def pieces(
-    rows: int, columns: int, shape: Shape, half: bool, within: slice | None = None
-) -> Iterator[tuple[slice, slice, bool]]:
-    """The tiles of a ``(rows, columns)`` matrix: row and column slices, and whether the mirror image is left to be
-    taken from the tile too.
+def pieces(rows: int, columns: int, shape: Shape, half: bool, within: slice | None = None) -> Iterator[Piece]:
+    """The tiles of a ``(rows, columns)`` matrix.
 
     :param half: of a symmetric matrix, only tiles that make it up together with their mirror images: square ones
         along the diagonal, and those to the right of them.

@@ -17,7 +17,7 @@ from ..fast_tiles import FastGradient, FastTiles
 from ..generic_tiles import GenericTiles
 from ..nearby import nearby
 from ..pairs import Pairs, far_rows
-from ..tiles import GROUP, Shape, add_product, logger, padded, pieces, shrinking, thin_product, tile_shape
+from ..tiles import GROUP, Piece, Shape, add_product, logger, padded, pieces, shrinking, thin_product, tile_shape
 from .base import Engine, Gradients, Live, folds
 
 
@@ -113,9 +113,7 @@ def _shape(pairs: Pairs, gradient: bool = False, within: slice | None = None) ->
     return height, width
 
 
-def _pieces(
-    pairs: Pairs, shape: Shape, half: bool, within: slice | None, gradient: bool = False
-) -> Iterator[tuple[slice, slice, bool]]:
+def _pieces(pairs: Pairs, shape: Shape, half: bool, within: slice | None, gradient: bool = False) -> Iterator[Piece]:
     """Return the tiles that matter, in the format of :func:`pieces`; :param gradient: for derivatives."""
     if pairs.layout is None:
         return pieces(pairs.shape[-2], pairs.shape[-1], shape, half, within)
@@ -123,7 +121,6 @@ def _pieces(
 
 
 Tiles = FastTiles | GenericTiles
-Piece = tuple[slice, slice, bool]
 
 
 def _tiles(pairs: Pairs, shape: Shape, order: Iterable[Piece]) -> Iterator[tuple[Piece, Tensor, Tensor | None]]:
