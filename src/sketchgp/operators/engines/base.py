@@ -86,10 +86,7 @@ class Live:
 
     def pull_back(self, pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
         """Gradients for the operator's tensors, from gradients for values that depend on the copies."""
-        if not self.wanted:
-            return (None,) * len(self.tensors)
-        with torch.enable_grad():
-            pairs = [(value, gradient.detach()) for value, gradient in pairs if value.requires_grad]
+        pairs = [(value, gradient.detach()) for value, gradient in pairs if value.requires_grad]
         result: dict[int, Tensor | None] = {}
         if pairs:
             values, gradients = zip(*pairs, strict=True)
