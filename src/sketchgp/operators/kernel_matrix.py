@@ -157,9 +157,6 @@ class KernelMatrix(LinearOperator):
     def _matmul(self, rhs: Tensor) -> Tensor:
         return self.product(rhs)
 
-    def _t_matmul(self, rhs: Tensor) -> Tensor:
-        return self._transpose_nonbatch().product(rhs)
-
     def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
         return first_order(self.derivative(left_vecs, right_vecs), left_vecs, right_vecs, *self._args)
 
