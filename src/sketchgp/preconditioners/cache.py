@@ -20,6 +20,8 @@ from ..operators.moving_factors import MovingFactor
 from ..space import Factor
 from .base import Preconditioner, Selection
 
+Made = tuple[Factor, MovingFactor | None]  # F, and the way back from it to K where that gives its gradient
+
 
 class PreconditionerCache:
     """Cache of the last preconditioner of one model and what it was built from.
@@ -87,12 +89,10 @@ class PreconditionerCache:
             self._seconds += time.perf_counter() - start
             return built
 
-    def _factor(
-        self, access: Access, noise: Tensor, keys: tuple[Any, Any], live: bool
-    ) -> tuple[Factor, MovingFactor | None]:
-        """Return F, and the way back from it to K where that gives its gradient.
+    def _factor(self, access: Access, noise: Tensor, keys: tuple[Any, Any], live: bool) -> Made:
+        """Return F of the earlier selection while that serves, else of a new one.
 
-        The earlier selection is kept while it serves: of the same matrix, and for gradients of one that has moved.
+        It serves for the same matrix, and for gradients of one that has moved.
         """
         selection = self._selection
         unchanged = self._keys is not None and keys[0] == self._keys[0]
@@ -109,10 +109,8 @@ class PreconditionerCache:
             selection = self._selection = self.chosen.select(access, noise.detach())
         return self._made(access, noise, selection, live, True)
 
-    def _made(
-        self, access: Access, noise: Tensor, selection: Selection, live: bool, unchanged: bool
-    ) -> tuple[Factor, MovingFactor | None]:
-        """Return F of a selection, as :meth:`_factor` does.
+    def _made(self, access: Access, noise: Tensor, selection: Selection, live: bool, unchanged: bool) -> Made:
+        """Return F of a selection.
 
         :param unchanged: whether the selection's own F is that of this K.
         """
