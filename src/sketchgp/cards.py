@@ -36,10 +36,8 @@ class Card:
         width = max((len(label) for label, _ in self.rows), default=0)
         lines = [self.title]
         for label, value in self.rows:
-            parts = textwrap.wrap(value, _WIDTH - width - 4, break_long_words=True) or [""]
-            lines += [
-                f"  {name:<{width}}  {part}" for name, part in zip([label, *[""] * len(parts)], parts, strict=False)
-            ]
+            first, later = f"  {label:<{width}}  ", " " * (width + 4)
+            lines.append(textwrap.fill(value, _WIDTH, initial_indent=first, subsequent_indent=later))
         return "\n".join(lines)
 
     def html(self) -> str:
