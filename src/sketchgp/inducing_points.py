@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import checks
 from .errors import InputError
-from .memory import available_memory
+from .memory import require_memory
 from .operators import KernelMatrix
 from .operators.access import Access
 from .operators.marks import operator_marks
@@ -139,12 +139,8 @@ def _seen(kernel: Any, d: int) -> list[int]:
 
 def _rpcholesky(kernel: Any, x: Tensor, m: int, stream: torch.Generator) -> InducingPoints:
     n, space = len(x), Space.of(len(x))
-    needed, free = 8 * m * space.most_rows, available_memory(x.device)
-    if needed > free:
-        raise InputError(
-            f"method='rpcholesky' needs {needed / 2**30:.1f} GiB for n = {n}, m = {m} and {free / 2**30:.1f} GiB are "
-            "free; choose from a subsample of the rows, or take 'k-means'."
-        )
+    advice = "choose from a subsample of the rows, or take 'k-means'."
+    require_memory(8 * m * space.most_rows, x.device, f"method='rpcholesky' for n = {n}, m = {m}", advice)
     matrix = KernelMatrix.of(kernel, x, engine="tiled").detach()
     compare_ranks("choose_inducing_points", lambda: operator_marks(matrix))
     pivots = rpcholesky(Access(matrix), m, generator=stream, space=space).pivots
