@@ -84,11 +84,8 @@ def _chosen(owner: str, known: dict[str, Any], names: Any) -> dict[str, Any]:
 def _short(name: str, among: dict[str, Any]) -> str:
     """Return the shortest end of a name that no other name has."""
     parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        short = ".".join(parts[-count:])
-        if sum(other == short or other.endswith(f".{short}") for other in among) == 1:
-            return short
-    return name
+    ends = (".".join(parts[start:]) for start in reversed(range(len(parts))))
+    return next((end for end in ends if sum(f".{other}".endswith(f".{end}") for other in among) == 1), name)
 
 
 def posterior(model: Any, ax: Any = None, x: Any = None, deviations: float = 2.0) -> Any:
