@@ -209,12 +209,12 @@ class State:
     """
 
     def __init__(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        self.versions, self.parameters = _versions(inputs), [p.detach().clone() for p in parameters]
+        self.versions, self.parameters = [*map(version, inputs)], [p.detach().clone() for p in parameters]
         self.block = _block.get()  # in which the parameters were looked at
 
     def holds(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
         """Return whether nothing has changed since."""
-        if self.versions != _versions(inputs):
+        if self.versions != [*map(version, inputs)]:
             return False
         block = _block.get()
         if block is not None and self.block is block:
@@ -223,10 +223,6 @@ class State:
         if same:
             self.block = block
         return same
-
-
-def _versions(inputs: Sequence[Tensor]) -> list[int]:
-    return [version(x) for x in inputs]
 
 
 class Memory:
