@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time, timedelta
@@ -160,9 +161,7 @@ class _Column:
     def __init__(self, name: str, values: Any, rules: Rules, first: int, separator: str) -> None:
         self.name, self.rules, self.first, self.separator = name, rules, first, separator
         self.numbers: dict[Any, float] = {}
-        self.kinds: dict[str, list[Any]] = {
-            kind: [] for kind in ("number", "infinite", "missing", "date", "almost", "text", "other")
-        }
+        self.kinds = defaultdict[str, list[Any]](list)
         self.cells: Any
         series, numeric = _series(name, values), name in rules.numbers
         dtype = series.dtype
