@@ -68,10 +68,9 @@ class LaplaceKernel(Kernel):
 
         With ``last_dim_is_batch`` each dimension is a kernel of its own: ``(..., d, n, m)``.
         """
+        x1, x2 = x1 / self.lengthscale, x2 / self.lengthscale
         if last_dim_is_batch:
-            x1, x2 = (x.mT.unsqueeze(-1) for x in (x1 / self.lengthscale, x2 / self.lengthscale))
-        else:
-            x1, x2 = x1 / self.lengthscale, x2 / self.lengthscale
+            x1, x2 = x1.mT.unsqueeze(-1), x2.mT.unsqueeze(-1)
         if diag:
             return (x1 - x2).abs().sum(dim=-1).neg().exp()
         return torch.cdist(x1, x2, p=1.0).neg().exp()
