@@ -84,11 +84,9 @@ class Solved(Formula):
     def select(self, rows: slice, batch: tuple[Any, ...]) -> Solved | None:
         full_batch = all(isinstance(index, slice) and index == slice(None) for index in batch)
         plain = isinstance(self.prior, KernelMatrix) and isinstance(self.cross, KernelMatrix)
-        return (
-            Solved(self.prior[..., rows, rows], self.cross[..., rows, :], self.training)
-            if full_batch and plain
-            else None
-        )
+        if not (full_batch and plain):
+            return None
+        return Solved(self.prior[..., rows, rows], self.cross[..., rows, :], self.training)
 
 
 class Factorized(Formula):
