@@ -130,10 +130,8 @@ def _install(model: Model, *choices: Any, built: bool = True) -> Model:
     acceleration = Acceleration(
         preconditioner, solver, matmul, matmul_precision, variance, variance_samples, probe_seed
     )
-    if not is_accelerated(model):
-        model.__class__ = accelerated_class(
-            type(model), AcceleratedModel
-        )  # unchanged where type(model)(...) made the model
+    if not is_accelerated(model):  # the class is unchanged where type(model)(...) made the model
+        model.__class__ = accelerated_class(type(model), AcceleratedModel)
     before, owners = model.__dict__.get(ATTRIBUTE), likelihood.__dict__.get(ATTRIBUTE, [])
     owners[:] = [owner for owner in owners if owner is not before]
     join(likelihood, acceleration)

@@ -125,6 +125,5 @@ class NystromEigenPro(Preconditioner):
         return moving
 
     def factor(self, matrix: Access, selection: Selection) -> Tensor:
-        assert selection.pivots is not None
-        assert selection.coefficients is not None
+        assert selection.pivots is not None and selection.coefficients is not None
         return matrix.columns(selection.pivots) @ selection.coefficients

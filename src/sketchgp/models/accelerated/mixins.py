@@ -283,9 +283,8 @@ def leave(likelihood: Any, acceleration: Acceleration) -> None:
         return
     owners = likelihood.__dict__[ATTRIBUTE]
     others = [owner for owner in owners if owner is not acceleration]
-    owners[:] = (
-        others if len(others) < len(owners) else []
-    )  # a likelihood that was copied without its model has one owner
+    # a likelihood that was copied without its model has one owner
+    owners[:] = others if len(others) < len(owners) else []
     if not owners:
         likelihood.__class__ = plain_class(type(likelihood))
         del likelihood.__dict__[ATTRIBUTE]

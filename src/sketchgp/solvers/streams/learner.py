@@ -44,9 +44,7 @@ class Learner:
     :ivar mark: of the tensors that it learns from, or last did; :ivar first: the number of their first row.
     """
 
-    counters = (
-        "place", "steps", "visited", "taken", "rows", "mark", "first", "first_step", "settles",
-    )  # fmt: skip
+    counters = ("place", "steps", "visited", "taken", "rows", "mark", "first", "first_step", "settles")
     arrays = ("coefficients", "average")
 
     def __init__(
