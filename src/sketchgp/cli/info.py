@@ -10,9 +10,8 @@ from importlib import metadata
 
 import torch
 
-from ..errors import InputError
 from ..memory import available_memory
-from ..operators.engines import ENGINES, check_present
+from ..operators.engines import DENSE, LATTICE, TILED, TRITON
 
 _PACKAGES = (
     *("torch", "gpytorch", "linear_operator", "numpy", "scipy", "tqdm"),
@@ -68,11 +67,5 @@ def _allowed_cores() -> int | None:
 
 def _engines(device: torch.device) -> dict[str, str]:
     """Return which engines a device has, with the reason where one is missing."""
-    engines = {f"matmul={engine!r} on {device}": "yes" for engine in ENGINES[1:]}
-    for engine, line in zip(ENGINES[1:], engines, strict=True):
-        try:
-            check_present(engine, device, torch.float32)
-        except InputError as error:
-            reason = str(error).partition(": ")[2].removesuffix(". Use matmul='auto'.")
-            engines[line] = f"no: {reason or error}"
-    return engines
+    reasons = {engine.name: engine.absent(device, torch.float32) for engine in (DENSE, LATTICE, TILED, TRITON)}
+    return {f"matmul={name!r} on {device}": f"no: {why}" if why else "yes" for name, why in reasons.items()}
