@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import gpytorch
@@ -153,24 +153,16 @@ class Row:
     nll: float | None = None
 
 
-_HEADINGS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "what": ("what", str),
-    "n": ("n", "{:,}".format),
-    "iterations": ("iterations", str),
-    "residual": ("true residual", "{:.1e}".format),
-    "mean_seconds": ("mean s", "{:.1f}".format),
-    "variance_seconds": ("var. s", "{:.1f}".format),
-    "rmse": ("RMSE", "{:.4f}".format),
-    "nll": ("NLL", "{:.3f}".format),
-}
+_HEADINGS = ("what", "n", "iterations", "true residual", "mean s", "var. s", "RMSE", "NLL")  # of the fields of a row
+_SHOWN = ("{}", "{:,}", "{}", "{:.1e}", "{:.1f}", "{:.1f}", "{:.4f}", "{:.3f}")
 
 
 def format_table(rows: Sequence[Row]) -> str:
     """Return the rows as aligned text under a header."""
-    lines = [[heading for heading, _ in _HEADINGS.values()]]
+    lines = [[*_HEADINGS]]
     for row in rows:
-        values = [(getattr(row, name), show) for name, (_, show) in _HEADINGS.items()]
-        lines.append(["-" if value is None else show(value) for value, show in values])
+        values = zip(_SHOWN, astuple(row), strict=True)
+        lines.append(["-" if value is None else shown.format(value) for shown, value in values])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
