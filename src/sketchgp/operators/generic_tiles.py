@@ -184,13 +184,10 @@ def is_plain(kernel: Kernel, x1: Tensor, x2: Tensor) -> bool:
     if x1.shape[-2] == 0 or x2.shape[-2] == 0 or kernel.num_outputs_per_input(x1, x2) != 1:
         return False
     dissolved = {id(part) for combined in kernel.modules() for part in _dissolved(combined)}
-    for part in kernel.modules():
-        known = not isinstance(part, Kernel) or id(part) in dissolved
-        if not known and type(part).prediction_strategy not in (
-            Kernel.prediction_strategy,
-            ScaleKernel.prediction_strategy,
-        ):
-            return False
+    plain = (Kernel.prediction_strategy, ScaleKernel.prediction_strategy)
+    kept = (part for part in kernel.modules() if isinstance(part, Kernel) and id(part) not in dissolved)
+    if any(type(part).prediction_strategy not in plain for part in kept):
+        return False
     with torch.no_grad(), _own_parameters_spared(kernel):
         if not _is_dense(evaluated(forward(kernel, x1[..., :2, :], x2[..., :2, :]))):
             return False
@@ -207,12 +204,10 @@ def is_plain(kernel: Kernel, x1: Tensor, x2: Tensor) -> bool:
 
 def _dissolved(kernel: Any) -> list[torch.nn.Module]:
     """Return the low-rank kernels within a kernel whose structure its products and sums do not keep."""
-    low_rank = [part for part in kernel.modules() if isinstance(part, _LOW_RANK)]
-    if type(kernel) is ProductKernel:
-        return low_rank
-    if type(kernel) is AdditiveKernel and not all(map(_is_low_rank, kernel.kernels)):
-        return low_rank
-    return []
+    mixed = type(kernel) is AdditiveKernel and not all(map(_is_low_rank, kernel.kernels))
+    if not mixed and type(kernel) is not ProductKernel:
+        return []
+    return [part for part in kernel.modules() if isinstance(part, _LOW_RANK)]
 
 
 def _is_low_rank(kernel: Any) -> bool:
