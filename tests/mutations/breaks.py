@@ -406,8 +406,8 @@ BREAKS = (
         "columns that have ended go on",
     ),
     Break(
-        "entry = entry + torch.where(before > 0, ratio / safe, 0)",
-        "entry = entry - torch.where(before > 0, ratio / safe, 0)",
+        "1 / safe + torch.nn.functional.pad(ratio, (1, 0))",
+        "1 / safe - torch.nn.functional.pad(ratio, (1, 0))",
         GRADIENTS,
         "Lanczos matrices have a wrong diagonal",
     ),

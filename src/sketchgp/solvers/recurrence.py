@@ -67,20 +67,15 @@ def tridiagonal(coefficients: Sequence[Tensor], like: Tensor) -> Tensor:
 
     :param like: ``(...)``, of the shape and dtype that is wanted where there are no iterations: the identity then.
     """
-    count = max(len(coefficients), 1)
-    matrix = like.new_zeros(*like.shape, count, count)
-    matrix.diagonal(dim1=-2, dim2=-1).fill_(1)
-    for k, (alpha, _) in enumerate(coefficients):
-        active = alpha > 0
-        entry = 1 / torch.where(active, alpha, 1)
-        if k:
-            before, ratio = coefficients[k - 1]
-            safe = torch.where(before > 0, before, 1)
-            entry = entry + torch.where(before > 0, ratio / safe, 0)
-            side = torch.where(active & (before > 0), ratio.sqrt() / safe, 0)
-            matrix[..., k, k - 1] = matrix[..., k - 1, k] = side
-        matrix[..., k, k] = torch.where(active, entry, 1)
-    return matrix
+    if not coefficients:
+        return like.new_ones(*like.shape, 1, 1)
+    alpha, beta = torch.stack([*coefficients], dim=-1)
+    active = alpha > 0
+    safe = torch.where(active, alpha, 1)
+    ratio, root = (torch.where(active, part / safe, 0)[..., :-1] for part in (beta, beta.sqrt()))
+    side = torch.where(active[..., 1:], root, 0)
+    entries = torch.where(active, 1 / safe + torch.nn.functional.pad(ratio, (1, 0)), 1)
+    return torch.diag_embed(entries) + torch.diag_embed(side, 1) + torch.diag_embed(side, -1)
 
 
 def least_ritz_value(coefficients: Sequence[Tensor]) -> Tensor:
