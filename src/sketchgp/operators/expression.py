@@ -238,18 +238,12 @@ def recognise(kernel: Kernel, waves: bool = False) -> Expression | None:
     terms = _terms(kernel, None, waves)
     if terms is None or len(terms) > _MOST:
         return None
-    atoms: list[Atom] = []
-    indices = []
-    for _, leaves in terms:
-        term = []
-        for atom in _merge(leaves):
-            if atom not in atoms:
-                atoms.append(atom)
-            term.append(atoms.index(atom))
-        indices.append(tuple(sorted(term)))
+    merged = [_merge(leaves) for _, leaves in terms]
+    atoms = tuple(dict.fromkeys(atom for term in merged for atom in term))
     if len(atoms) > _MOST:
         return None
-    return Expression(tuple(atoms), tuple(indices), tuple(scales for scales, _ in terms))
+    indices = tuple(tuple(sorted(map(atoms.index, term))) for term in merged)
+    return Expression(atoms, indices, tuple(scales for scales, _ in terms))
 
 
 def recognise_waves(kernel: Kernel, advice: str = "", owner: str = "") -> Expression:
