@@ -51,16 +51,14 @@ class HeldOut:
         y: Tensor,
         error: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.predict, self.error, self.points = predict, error, len(x)
-        self.targets = y.reshape(len(x), -1).to(torch.float64)
+        self.predict, self.points = predict, len(x)
+        targets = y.reshape(len(x), -1).to(torch.float64)
+        self.error = error or (lambda predicted: (predicted - targets).square().mean(dim=0).sqrt())
         self.mark, self.entries = tensor_mark(x, y), 0.0
 
     def __call__(self, weights: Tensor) -> Tensor:
         self.entries += self.points * len(weights)
-        predicted = self.predict(weights)
-        if self.error is not None:
-            return self.error(predicted).cpu()
-        return (predicted - self.targets).square().mean(dim=0).sqrt().cpu()
+        return self.error(self.predict(weights)).cpu()
 
 
 class DeferredInterrupt:
