@@ -124,7 +124,6 @@ def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
     print(part)
     default: Row | None = None
     steps: Steps = []
-    solves = [] if part.solve is None else [part.solve]
     if not alone:
         print("GPyTorch with its defaults, on the same rows ...")
         untouched = copy_hyperparameters(model, x[few], y[few], KERNEL)
@@ -143,7 +142,7 @@ def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
         + "\n"
         + FOOTNOTES.format(tests=len(test), variances=sizes.variances)
     )
-    solves += [] if full.solve is None else [full.solve]
+    solves = [one.solve for one in (part, full) if one.solve is not None]
     _draw(picture, solves, default, steps, faster, sizes)
     print(_verdict(full, part, default, scaling.y_std))
 
