@@ -142,7 +142,8 @@ def decide(path: Path, raw: Mapping[str, Any], rules: Rules, first: int, separat
     if len(set(lengths.values())) > 1:
         raise InputError(f"{path}: expected one value a row in every column, got columns of lengths {lengths}")
     marks = sorted({mark for column in columns for mark in column.kinds["missing"] if mark})
-    decimals = rules.decimal is not None or any(map(_Column.has_decimals, columns))
+    written = [cell for column in columns for cell in column.written]
+    decimals = rules.decimal is not None or any("." in cell and not _THOUSANDS.fullmatch(cell) for cell in written)
     faults = [f"column {one.name!r} {fault}" for one in columns for fault in one.faults(marks, decimals)]
     if faults:
         raise refuse(path, faults)
@@ -202,10 +203,6 @@ class _Column:
     def written(self) -> list[str]:
         """Numbers as they are written in a text file."""
         return self.kinds["number"] if self.separator else []
-
-    def has_decimals(self) -> bool:
-        """Return whether the points of a text file can only be those of decimals."""
-        return any("." in cell and not _THOUSANDS.fullmatch(cell) for cell in self.written)
 
     def values(self) -> np.ndarray:
         """Return the column as a :class:`Table` holds it."""
