@@ -160,7 +160,6 @@ class NoisePath:
         normal = [torch.randn(shape, dtype=torch.float64, generator=stream) for shape in shapes]
         u = built.sample(*(part.to(self.residual.device) for part in normal))
         _, report, matrices = self.rough.run(system, u, built, name=self.name, lanczos_columns=self.probes)
-        assert matrices is not None
         values, vectors = torch.linalg.eigh(matrices)
         logs = (vectors[:, 0].square() * values.clamp(min=1e-300).log()).sum(dim=1)
         each = (u * built.apply_inverse(u)).sum(dim=0) * logs

@@ -62,7 +62,6 @@ class MovingFactor:
 
     def back(self, rows: Tensor) -> Tensor:
         """Return half the gradient of the columns that F is made of, such as ``H L^-1``, from rows of H ``(h, r)``."""
-        assert self.core_root is not None
         return torch.linalg.solve_triangular(self.core_root, rows, upper=False, left=False)
 
     def gradients(self, matrix: KernelMatrix, blocks: list[slice], rows_of: Rows, core: Tensor) -> Gradients:
@@ -163,7 +162,6 @@ class FactorOfSketch(MovingFactor):
     @torch.no_grad()
     def made_of(self, sketch: Tensor) -> Factor:
         """F from K M, of which a rank has its own rows."""
-        assert self.core_root is not None
         rows = torch.linalg.solve_triangular(self.core_root, sketch.mT, upper=False).mT
         return space_of(self.test).factor(rows)
 

@@ -79,9 +79,7 @@ class Approximate:
     @property
     def low_rank(self) -> Calibrated:
         """Low-rank variances, which :meth:`prepare` found."""
-        low_rank = self.training.remembered.low_rank
-        assert low_rank is not None
-        return low_rank
+        return self.training.remembered.low_rank
 
     @property
     def deviations(self) -> PosteriorDeviations:

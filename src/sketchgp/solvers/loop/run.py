@@ -161,7 +161,6 @@ class Run:
                 self._agree(interrupt, True)
                 if interrupt.seen and self.raising:  # it came too late to be noticed by a step
                     raise KeyboardInterrupt
-                assert self.reason is not None
                 if self.reason is not Reason.INTERRUPTED and not interrupt.seen and method.close():
                     self._judge(bar)
                     self._tell()

@@ -161,7 +161,6 @@ class DoublyStochastic(Budgeted):
             total = _OF_STREAM if rows is None else 2 ** math.ceil(math.log2(max(1, _OF_ROWS * math.sqrt(rows))))
             fits = free_memory(origin.device) // (8 * 4 * 8 * max(1, columns))
             total = max(_LEAST, min(total, _MOST, fits // 2 * 2))
-        assert total is None or isinstance(total, int)
         block = self.block_size or self._block(origin.device)
         pairs = max(1, (block if total is None else min(block, total)) // 2)
         features = RandomFeatures(problem.kernel, origin, self.seed)

@@ -100,7 +100,6 @@ class Learning(ByEpochs):
     def batches(self) -> Iterator[Batch]:
         problem = self.problem
         if torch.is_tensor(problem.x):
-            assert problem.y is not None
             for rows in self.order.cpu().tensor_split(self.parts)[self.seen :]:
                 rows = sent(rows, problem.x.device)
                 yield problem.x[rows], problem.y[rows]

@@ -281,7 +281,6 @@ class RandomFeatureProblem:
 
         :raises InputError: for one that is no pair, holds NaN, or differs in features, dtype or device.
         """
-        assert not torch.is_tensor(self.x)
         return self._looked_at(self.x)
 
     def _looked_at(self, stream: Iterable[Any]) -> Iterator[Batch]:
