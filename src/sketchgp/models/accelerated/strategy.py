@@ -58,8 +58,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
     @property
     def mean_cache(self) -> Any:
         """Weights in the model's dtype, as GPyTorch's code uses them."""
-        weights = self.weights
-        return weights if weights is None else weights.to(self.train_labels.dtype)
+        return self.weights.to(self.train_labels.dtype)
 
     @property
     def weights(self) -> Any:
