@@ -139,7 +139,7 @@ class GenericTiles:
     def __init__(self, evaluate: Callable[..., Tensor], tensors: list[Tensor], far: Tensor | None) -> None:
         self.evaluate, self.tensors, self.far = evaluate, tensors, far
         self.x1, self.x2 = tensors[:2]
-        self._gradients: dict[int, Tensor] = {}
+        self._gradients: dict[Tensor, Tensor] = {}
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
         """One tile, without autograd."""
@@ -151,21 +151,20 @@ class GenericTiles:
 
     def add(self, rows: slice, columns: slice, weights: Tensor) -> None:
         """Add the gradient of ``(weights * tile).sum()``."""
-        wanted = {id(t): t for t in self.tensors if t.requires_grad}
+        wanted = [t for t in dict.fromkeys(self.tensors) if t.requires_grad]
         with torch.enable_grad():
             tile = self.evaluate(real(self.x1[..., rows, :]), real(self.x2[..., columns, :]), far=self._far(rows))
             if not tile.requires_grad:
                 return
             weights = weights.sum_to_size(tile.shape).to(tile.dtype)
-            result = torch.autograd.grad(tile, list(wanted.values()), weights, allow_unused=True)
-        for key, gradient in zip(wanted, result, strict=True):
+            result = torch.autograd.grad(tile, wanted, weights, allow_unused=True)
+        for t, gradient in zip(wanted, result, strict=True):
             if gradient is not None:
-                self._gradients[key] = self._gradients[key] + gradient if key in self._gradients else gradient
+                self._gradients[t] = self._gradients[t] + gradient if t in self._gradients else gradient
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """``(tensor, gradient)`` for the tensors that the kernel depends on."""
-        tensors = {id(t): t for t in self.tensors}
-        return [(tensors[key], gradient) for key, gradient in self._gradients.items()]
+        return list(self._gradients.items())
 
 
 def real(x: Tensor) -> Tensor:

@@ -71,11 +71,8 @@ class Live:
     """
 
     def __init__(self, pairs: Pairs) -> None:
-        copies: dict[int, Tensor] = {}
-        for tensor in pairs.tensors:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
-        self.tensors = [copies[id(tensor)] for tensor in pairs.tensors]
+        copies = {tensor: tensor.detach().requires_grad_(tensor.requires_grad) for tensor in pairs.tensors}
+        self.tensors = [copies[tensor] for tensor in pairs.tensors]
         self.wanted = [t for t in copies.values() if t.requires_grad]
         self.needs_inputs = self.tensors[0].requires_grad or self.tensors[1].requires_grad
         self.same = folds(pairs)
@@ -87,13 +84,13 @@ class Live:
     def pull_back(self, pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
         """Gradients for the operator's tensors, from gradients for values that depend on the copies."""
         pairs = [(value, gradient.detach()) for value, gradient in pairs if value.requires_grad]
-        result: dict[int, Tensor | None] = {}
+        result: dict[Tensor, Tensor | None] = {}
         if pairs:
             values, gradients = zip(*pairs, strict=True)
             results = torch.autograd.grad(values, self.wanted, gradients, allow_unused=True)
-            result = {id(t): g for t, g in zip(self.wanted, results, strict=True)}
+            result = dict(zip(self.wanted, results, strict=True))
         out: list[Tensor | None] = []
         for tensor in self.tensors:  # a tensor that stands twice gets its whole gradient at the first place
-            gradient = result.pop(id(tensor), None)
+            gradient = result.pop(tensor, None)
             out.append(torch.zeros_like(tensor) if gradient is None and tensor.requires_grad else gradient)
         return tuple(out)
