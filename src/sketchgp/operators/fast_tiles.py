@@ -507,8 +507,7 @@ class FastGradient:
 
     def __init__(self, tiles: FastTiles, live: Prepared, inputs: bool) -> None:
         self.tiles, self.live = tiles, live
-        atoms = range(len(tiles.expression.atoms))
-        self.sums = [_AtomSums(tiles, atom, live, inputs) for atom in atoms]
+        self.sums = [_AtomSums(tiles, atom, live, inputs) for atom in range(len(tiles.expression.atoms))]
         self.of_coefficients = tiles.coefficients.new_zeros(tiles.coefficients.shape, dtype=torch.float64)
 
     def add(self, rows: slice, columns: slice, weights: Tensor) -> None:

@@ -210,8 +210,7 @@ class RowSource:
         if not np.isfinite(rows).all():
             bad = np.flatnonzero(~np.isfinite(rows[places]).all(axis=1))[0]
             raise InputError(f"x holds NaN or infinity, first in row {int(numbers[bad])}.")
-        out = torch.from_numpy(rows)
-        return queued(out, self.device)
+        return queued(torch.from_numpy(rows), self.device)
 
     def part(self, span: slice) -> RowSource:
         """Consecutive rows, as a source."""

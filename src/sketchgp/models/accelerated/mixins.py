@@ -310,8 +310,7 @@ def acceleration_of(model: Any, owner: str = "sketchgp") -> Acceleration:
 
 def _blank(mixin: type, base: type) -> Any:
     """Return an empty instance of the accelerated subclass, for unpickling and copying."""
-    cls = accelerated_class(base, mixin)
-    return object.__new__(cls)
+    return object.__new__(accelerated_class(base, mixin))
 
 
 def _approximates(operator: Any) -> bool:
