@@ -114,10 +114,11 @@ def names_for_the_pages() -> dict[str, object]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
 def test_code_runs(page, capsys, tmp_path, monkeypatch):
-    """The Python blocks of a page, in order, in one namespace; fits end after two steps."""
+    """The Python blocks of a page, in order, in one namespace; fits end after two steps, streams after one epoch."""
     monkeypatch.chdir(tmp_path)  # some of it writes files
     fit = sketchgp.fit
     monkeypatch.setattr(sketchgp, "fit", lambda *args, **options: fit(*args, **{**options, "iterations": 2}))
+    monkeypatch.setattr(sketchgp.DoublyStochastic, "_epochs", staticmethod(lambda problem, batch: 1))
     names = names_for_the_pages()
     for block in python_blocks(page):
         exec(compile(block, page.name, "exec"), names)
