@@ -155,6 +155,12 @@ def _formula(expression, prepared):
     return total
 
 
+def _prepare(expression, x1, x2, same=False):
+    """Features and coefficients in the dtype of the inputs, counted from the median of x2."""
+    centre = x2.detach().median(dim=-2, keepdim=True).values
+    return expression.prepare(x1, x2, same, torch.Size(), x1.dtype, centre)
+
+
 class Case:
     """A kernel at random float32 points, in float32 on the device and in float64."""
 
@@ -169,9 +175,8 @@ class Case:
         self.y1 = x1.double().requires_grad_()
         self.y2 = self.y1 if same else x2.double().requires_grad_()
         self.expression = recognise(self.kernel)
-        arguments = (same, torch.Size())
-        self.prepared = self.expression.prepare(self.x1, self.x2, *arguments, torch.float32)
-        exact = recognise(self.exact).prepare(self.y1.detach(), self.y2.detach(), *arguments, torch.float64)
+        self.prepared = _prepare(self.expression, self.x1, self.x2, same)
+        exact = _prepare(recognise(self.exact), self.y1.detach(), self.y2.detach(), same)
         self.dense = _formula(recognise(self.exact), exact).detach().expand(n, n if same else m)
 
     def multiply(self, v, precision="float32"):
@@ -318,11 +323,7 @@ def test_error_of_distances(precision):
     kernel.initialize(lengthscale=1.0)
     case = Case(kernel, p, n, m, spread=0.5)
     found = -2 * case.multiply(torch.eye(m), precision).log()
-    f = (
-        recognise(case.exact)
-        .prepare(case.y1.detach(), case.y2.detach(), False, torch.Size(), torch.float64)
-        .features[0]
-    )
+    f = _prepare(recognise(case.exact), case.y1.detach(), case.y2.detach()).features[0]
     exact = (f.left.unsqueeze(1) - f.right.unsqueeze(0)).square().sum(-1)
     norms = f.left.square().sum(-1).unsqueeze(1) + f.right.square().sum(-1)
     error = ((found - exact).abs() / norms).max()
@@ -359,7 +360,7 @@ def test_few_features_do_not_cancel():
     with torch.no_grad():
         case.x2.copy_(case.x1 + 0.25)
         case.y2.copy_(case.x2)
-        case.prepared = case.expression.prepare(case.x1, case.x2, False, torch.Size(), torch.float32)
+        case.prepared = _prepare(case.expression, case.x1, case.x2)
     expected = (-(case.y1 - case.y2.mT).abs()).exp().detach().sum(1, keepdim=True)
     assert ((case.multiply(torch.ones(40, 1)) - expected).abs() < 5e-3).all()  # features of 1e5 are rounded to 4e-3
 
@@ -431,7 +432,7 @@ def test_coefficients_alone():
     """The distances of two sets of points need no gradient."""
     case = Case(KERNELS["rbf"](5), 5, 20, 30)
     case.kernel.base_kernel.requires_grad_(False)
-    prepared = case.expression.prepare(case.x1.detach(), case.x2.detach(), False, torch.Size(), torch.float32)
+    prepared = _prepare(case.expression, case.x1.detach(), case.x2.detach())
     ones = [torch.ones(n, 1, device=DEVICE) for n in (20, 30)]
     with torch.no_grad():
         ((_, gradient),) = differentiate(case.expression, prepared, *ones, False, "float32")
@@ -442,7 +443,7 @@ def test_only_what_needs_a_gradient():
     case = Case(KERNELS["rq"](5), 5, 20, 20)
     case.kernel.requires_grad_(False)
     x1 = case.x1.detach()
-    prepared = case.expression.prepare(x1, x1, True, torch.Size(), torch.float32)
+    prepared = _prepare(case.expression, x1, x1, True)
     assert differentiate(case.expression, prepared, torch.ones(20, 1), torch.ones(20, 1), True, "float32") == []
 
 
