@@ -120,9 +120,10 @@ def _some(x: Tensor) -> Tensor:
     Rows of a pattern that repeats, as every third row of a table, are drawn in their proportion: indices are multiples
     of the golden ratio.
     """
-    if (m := x.shape[-2]) > _ROWS:
-        turns = torch.arange(_ROWS, dtype=torch.float64) * _GOLDEN % 1
-        x = x.index_select(-2, sent((turns * m).long(), x.device))
+    rows = torch.arange(min(x.shape[-2], _ROWS))
+    if x.shape[-2] > _ROWS:
+        rows = (rows.double() * _GOLDEN % 1 * x.shape[-2]).long()
+    x = x.index_select(-2, sent(rows, x.device))
     if not x.is_floating_point():
         return x.double()
     return x.float() if x.dtype.itemsize < 4 else x
