@@ -532,7 +532,8 @@ def compare(problem: Problem, which: str, truth: Truth, points: torch.Tensor | N
     points = problem.points if points is None else points
     own = "'gpytorch'" in case.told.get("options", "") or "polynomial" in case.told["kernels"]
     if own and model.net is None:
-        with torch.no_grad():  # entries are GPyTorch's own, whose formulas overflow far away in float32
+        with torch.no_grad(), warnings.catch_warnings():  # GPyTorch's own formulas overflow far away in float32
+            warnings.simplefilter("ignore")  # of jitter
             inputs = torch.cat([points, *model.train_inputs])
             if not model.covar_module(inputs).to_dense().isfinite().all():
                 case.outcomes["overflow in GPyTorch"] += 1
