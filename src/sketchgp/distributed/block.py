@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -152,6 +153,7 @@ def _facts() -> dict[str, str]:
     return facts
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)

@@ -40,15 +40,15 @@ def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]
     with KERNELS:
         named = parameters_of(kernel)
         new = {id(named[name]): value for name, value in zip(names, values, strict=True)}
-        dtypes = {named[name].dtype: value.dtype for name, value in zip(names, values, strict=True)}
+        dtypes = {named[n].dtype: v.dtype for n, v in zip(names, values, strict=True) if v.dtype != named[n].dtype}
         modules = list(kernel.modules())
-        caches = [(module, take_caches(module)) for module in modules]
+        caches = [(part, take_caches(part)) for part in modules if isinstance(part, Kernel)]
         before = [
             (held, key, tensor)
             for module in modules
             for held in (module.__dict__["_parameters"], module.__dict__["_buffers"], module.__dict__)
             for key, tensor in held.items()
-            if torch.is_tensor(tensor) and (id(tensor) in new or dtypes.get(tensor.dtype, tensor.dtype) != tensor.dtype)
+            if isinstance(tensor, Tensor) and (id(tensor) in new or tensor.dtype in dtypes)
         ]
         try:
             for held, key, tensor in before:
@@ -57,9 +57,9 @@ def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]
         finally:
             for held, key, tensor in before:
                 held[key] = tensor
-            for module, cached in caches:
-                take_caches(module)
-                module.__dict__.update(cached)
+            for part, cached in caches:
+                take_caches(part)
+                part.__dict__.update(cached)
 
 
 def of_all_dims(kernel: Kernel) -> Kernel:
