@@ -124,9 +124,7 @@ def _some(x: Tensor) -> Tensor:
     if x.shape[-2] > _ROWS:
         rows = (rows.double() * _GOLDEN % 1 * x.shape[-2]).long()
     x = x.index_select(-2, sent(rows, x.device))
-    if not x.is_floating_point():
-        return x.double()
-    return x.float() if x.dtype.itemsize < 4 else x
+    return x.to(torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.float64)
 
 
 @torch.no_grad()

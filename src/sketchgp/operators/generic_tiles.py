@@ -41,11 +41,10 @@ def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]
         named = parameters_of(kernel)
         new = {id(named[name]): value for name, value in zip(names, values, strict=True)}
         dtypes = {named[n].dtype: v.dtype for n, v in zip(names, values, strict=True) if v.dtype != named[n].dtype}
-        modules = list(kernel.modules())
-        caches = [(part, take_caches(part)) for part in modules if isinstance(part, Kernel)]
+        caches = [(part, take_caches(part)) for part in kernel.modules() if isinstance(part, Kernel)]
         before = [
             (held, key, tensor)
-            for module in modules
+            for module in kernel.modules()
             for held in (module.__dict__["_parameters"], module.__dict__["_buffers"], module.__dict__)
             for key, tensor in held.items()
             if isinstance(tensor, Tensor) and (id(tensor) in new or tensor.dtype in dtypes)
