@@ -440,10 +440,14 @@ class Problem:
         turns = np.abs(where - np.median(self.reference.x, 0)).max(1) / self.size
         found = self.reference.at(where, self.new_noise(), 6 * exact.EPS * turns if waves else 0.0)
         if self.dtype == torch.float32:
-            moved = self.moved().at(where)
-            found.mean_drift = 4 * np.abs(moved.mean - found.mean)
-            found.variance_drift = 4 * np.abs(moved.variance - found.variance)
-            found.covariance_drift = 4 * np.abs(moved.covariance - found.covariance)
+            others = [self.moved().at(where)]
+            if self.model.net is not None:  # it rounds training rows and points each by themselves
+                others.append(self.reference.at(where * (1 + LONG(torch.finfo(torch.float32).eps)), self.new_noise()))
+            for moved in others:
+                found.mean_drift = np.maximum(found.mean_drift, 4 * np.abs(moved.mean - found.mean))
+                found.variance_drift = np.maximum(found.variance_drift, 4 * np.abs(moved.variance - found.variance))
+                off = 4 * np.abs(moved.covariance - found.covariance)
+                found.covariance_drift = np.maximum(found.covariance_drift, off)
             found.mean_rounding = found.mean_rounding + found.mean_drift
         # means are evaluated in the dtype of the model: what that may do to targets less mean, and to the mean
         mean = self.model.mean_module
