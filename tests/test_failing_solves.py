@@ -226,3 +226,12 @@ def test_a_loss_is_no_residual():
     told = report(float("inf"), letter="features")
     for shown in (str(told), repr(told)):
         assert "residual" not in shown and "45.7% of that of f = 0" in shown
+
+
+def test_a_call_after_a_prediction_warns_of_the_same_solution():
+    """The solution is kept; whoever looks at the mean next has not seen what was said of it."""
+    model, test = smooth(sketchgp.ASkotch(max_passes=3), scale=1e4, noise=1e-4)
+    with torch.no_grad():
+        for look in (lambda: sketchgp.predict(model, test, variance=None), lambda: model(test), lambda: model(test)):
+            with pytest.warns(ConvergenceWarning):
+                look()

@@ -27,7 +27,7 @@ from ...operators.generic_tiles import parameters_as
 from ...operators.lazies import forward, parameters_of
 from ...operators.substitution import cholesky_solve
 from ...random_streams import generator
-from ...report import SolveReport, merged, own_solves
+from ...report import SolveReport, merged, own_solves, warn_of
 from ..lazy_covariance import LazyCovariance
 from .acceleration import Acceleration, Purpose, choices_of
 from .added_diag import AcceleratedAddedDiagLinearOperator, Points, solved_by_us
@@ -142,9 +142,14 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         return None if root is None else self._as_cached(root)
 
     def exact_prediction(self, test_mean: Tensor, test_test_covar: Any, test_train_covar: Any) -> tuple[Tensor, Any]:
-        """Return posterior mean and covariance, without evaluating those of few points in their own dtype."""
-        ours = self._root() is not None or solved_by_us(self._noisy())
+        """Return posterior mean and covariance, without evaluating those of few points in their own dtype.
+
+        A solution that fell short of its tolerance warns each time it is used.
+        """
+        ours, before = self._root() is not None or solved_by_us(self._noisy()), self.report
         weights = self.solve_mean(partial(followed_points, test_test_covar, test_train_covar))
+        if before is not None and self.report is before:
+            warn_of(before)
         if not ours and weights.dtype == self.train_labels.dtype:
             return super().exact_prediction(test_mean, test_test_covar, test_train_covar)
         mean = self.exact_predictive_mean(test_mean, test_train_covar)
