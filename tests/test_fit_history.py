@@ -105,7 +105,7 @@ def test_a_step_that_promises_little_settles_a_loss() -> None:
         search = object.__new__(_Search)
         search.point = SimpleNamespace(vector=np.zeros(3), gradient=np.array([3e-3, 4e-3, 7.0]))
         search.variables = SimpleNamespace(lower=np.array([-1.0, -1.0, 0.0]), upper=np.ones(3))
-        search.steps = SimpleNamespace(tol=1e-4, history=SimpleNamespace(reason=""))
+        search.steps = SimpleNamespace(tol=1e-4, history=SimpleNamespace(reason=""), ahead=math.inf)
         assert search.settled(inverse) == settled
         assert search.steps.history.reason == (SETTLED if settled else "")
 
@@ -115,12 +115,17 @@ def test_a_step_that_promises_little_settles_a_loss() -> None:
     [([30, 3, 0.3], True), ([30, 3, 1.2], False), ([3, 2, 0.9], False), ([1, 30, 0.3], False), ([8, 4, 0.4], True)],
 )
 def test_steps_that_shrink_fast_settle_a_loss(gains: list[float], settled: bool) -> None:
-    """After a subset: all steps to come, as a geometric series, bring less than the tolerance."""
-    steps = object.__new__(Steps)
-    losses = [9.0, *(9.0 - 1e-4 * np.cumsum(gains))]
-    steps.history, steps._probes = SimpleNamespace(losses=losses, optimizer="lbfgs"), [()] * len(losses)
-    steps.first, steps.tol, steps._span = 0, 1e-4, 3
-    assert steps._settled() == settled
+    """After a subset: all steps to come, as a geometric series, bring less than the tolerance.  Where the curvature
+    promises many times as much, it is believed; a first step tells nothing."""
+    search, steps = object.__new__(_Search), object.__new__(Steps)
+    search.point = SimpleNamespace(vector=np.zeros(1), gradient=np.array([0.05]))
+    search.variables, search.steps = SimpleNamespace(lower=-np.ones(1), upper=np.ones(1)), steps
+    steps.history = SimpleNamespace(losses=[9.0, *(9.0 - 1e-4 * np.cumsum(gains))], reason="")
+    steps.first, steps.tol = 0, 1e-4
+    assert search.settled(InverseHessian(1.0, [])) == settled
+    assert not search.settled(InverseHessian(2.0, []))
+    steps.first = 1
+    assert not search.settled(InverseHessian(1.0, []))
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_neighbours_follow_the_lengthscales(monkeypatch):
             part, _, leaf = name.rpartition(".")
             model.get_submodule(part).initialize(**{leaf: torch.tensor(values[history.best_step]).double()})
     density = by_neighbors(objective)
-    assert objective.by(density).evaluate(gradient=False).value == pytest.approx(history.best_loss, abs=2e-3)
+    assert objective.by(density).evaluate(gradient=False).value == pytest.approx(history.best_loss, abs=4e-3)
 
 
 @pytest.mark.parametrize("optimizer", ["lbfgs", "adam"])

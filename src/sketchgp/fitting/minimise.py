@@ -35,6 +35,7 @@ _FLAT = 1e-6  # norm of the gradient, per row, below which nothing is left to do
 _SEARCH = 20  # evaluations of a line search
 _SCALES = (0.03, 1.0)  # limits of the scale of variables; flat ones would go too far at the second step
 _PROMISED = 0.5  # of the tolerance: a Newton step that promises less is not taken
+_DOUBTED = 20  # tolerances that a step may promise where the steps before tell otherwise
 _NEWTON = 1.0  # largest length of a Newton step
 _DECREASE = 1e-4  # share of the decrease promised by the gradient that a step must reach
 _CURVATURE = 0.5  # share of the slope along the step that may be left after it
@@ -189,13 +190,15 @@ class _Search:
     def inside(self) -> np.ndarray:
         """The gradient at the last step, zero where descent would leave the limits of a variable."""
         vector, gradient = self.point.vector, self.point.gradient
-        above, below = vector > self.variables.lower, vector < self.variables.upper
-        return np.where(((gradient > 0) & above) | ((gradient < 0) & below), gradient, 0.0)
+        return gradient * np.where(gradient > 0, vector > self.variables.lower, vector < self.variables.upper)
 
     def settled(self, inverse: InverseHessian | None) -> bool:
-        """Return whether the next Newton step promises too little, which ends the run."""
-        gradient = self.inside
-        if inverse is None or not 0.5 * gradient @ (inverse @ gradient) < _PROMISED * self.steps.tol:
+        """Return whether the next Newton step promises too little, which ends the run.
+
+        It may promise too much, by curvatures that a fit to few rows had: losses that shrink fast are believed more.
+        """
+        promise = math.inf if inverse is None else 0.5 * self.inside @ (inverse @ self.inside)
+        if promise >= (_DOUBTED if self.steps.ahead < self.steps.tol else _PROMISED) * self.steps.tol:
             return False
         self.steps.history.reason = SETTLED
         return True

@@ -26,10 +26,9 @@ _SHARE = 0.5  # of its standard error, below which an improvement is none
 class Steps:
     """The steps of one run of an optimiser in a stage of a fit.
 
-    A loss has settled when the improvement is smaller than the stage's tolerance.  Near a minimum, and where it is
-    estimated, so it has when the steps to come promise less by how the last three have shrunk.  An estimated loss has
-    settled, too, when the improvement is smaller than half its own standard error.  The same probes make all losses, so
-    that this is far smaller than the standard error of a loss, and falls with the length of the steps.
+    A loss has settled when the improvement is smaller than the stage's tolerance.  An estimated loss has settled, too,
+    when the improvement is smaller than half its own standard error.  The same probes make all losses, so that this is
+    far smaller than the standard error of a loss, and falls with the length of the steps.
 
     :param stage: the :class:`.stage.Stage`.
     :param bar: a progress bar.
@@ -114,8 +113,12 @@ class Steps:
         apart, rules = [abs(value - losses[-1]) for value in trials], _IN_VAIN[: 1 if self.objective.exact else None]
         return any(len(apart) >= most and max(apart[-most:]) < share * self.tol for most, share in rules)
 
-    def _ahead(self, losses: Sequence[float]) -> float:
-        """Return the larger of the last step's improvement and that of all to come, as a geometric series."""
+    @property
+    def ahead(self) -> float:
+        """The last step's improvement or that of all to come, by the last three as a geometric series: the larger."""
+        losses = self.history.losses[self.first :]
+        if len(losses) < 4:
+            return math.inf
         first, second, last = (before - after for before, after in pairwise(losses[-4:]))
         ratio = max(second / first, last / second) if min(first, second) > 0 else math.inf
         return max(last, last * ratio / (1 - ratio)) if ratio < 1 else math.inf
@@ -127,11 +130,8 @@ class Steps:
         return losses[-1 - self._span] - losses[-1] if len(losses) > self._span else None
 
     def _settled(self) -> bool:
-        losses = self.history.losses[self.first :]
-        gain = self._improvement(losses)
+        gain = self._improvement(self.history.losses[self.first :])
         if gain is None or gain < self.tol or self.tol <= 0:
             return gain is not None and gain < self.tol
-        if self.history.optimizer == "lbfgs" and self._span <= _NEAR and self._ahead(losses) < self.tol:
-            return True
         error = standard_error([self._improvement(each) for each in zip(*self._probes, strict=False)])
         return gain < _SHARE * error < math.inf
