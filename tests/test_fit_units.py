@@ -11,7 +11,7 @@ import gpytorch
 import numpy as np
 import pytest
 import torch
-from gpytorch.constraints import GreaterThan
+from gpytorch.constraints import GreaterThan, Interval
 from gpytorch.kernels import LinearKernel, MaternKernel, RBFKernel, ScaleKernel, SpectralMixtureKernel
 from gpytorch.likelihoods import GaussianLikelihood
 from gpytorch.means import ConstantMean, LinearMean, ZeroMean
@@ -20,7 +20,7 @@ import sketchgp
 from gp_models import TORCH_WARNINGS, iterative, small_subsets
 from sketchgp.fitting.minimise import InverseHessian
 from sketchgp.fitting.objective import Objective
-from sketchgp.fitting.starts import inputs_seen
+from sketchgp.fitting.starts import inputs_seen, spread
 from sketchgp.fitting.variables import Variables
 
 pytestmark = TORCH_WARNINGS
@@ -183,6 +183,20 @@ def test_a_spectral_mixture_is_stretched_to_the_unit_of_its_inputs() -> None:
     for unit in (1.0, 1e-3):
         losses.append(fitted(unit * x, y, ZeroMean(), SpectralMixtureKernel(num_mixtures=2)).best_loss)
     assert abs(losses[1] - losses[0]) < 0.01
+
+
+def test_a_stretched_spectral_mixture_keeps_its_constraints_and_what_is_fixed() -> None:
+    x, y = rows(60, 1)
+    kernel = SpectralMixtureKernel(num_mixtures=2, mixture_means_constraint=Interval(5.0, 6.0))
+    kernel.initialize(mixture_means=5.5, mixture_scales=3.0)
+    kernel.raw_mixture_scales.requires_grad_(False)
+    model = Model(x, y, ZeroMean(), kernel).train()
+    for times, end in ((10.0, 5.001), (0.01, 5.999)):
+        assert spread(model, times)
+        assert torch.allclose(kernel.mixture_means, torch.tensor(end, dtype=torch.float64), atol=1e-3)
+        assert torch.allclose(kernel.mixture_scales, torch.tensor(3.0, dtype=torch.float64))
+    kernel.raw_mixture_means.requires_grad_(False)
+    assert not spread(model, 1.0)
 
 
 def test_only_one_of_the_starts_came_so_low() -> None:

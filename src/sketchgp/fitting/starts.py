@@ -92,7 +92,8 @@ def spread(model: Any, times: float) -> bool:
     """Give the kernels lengthscales of so many times the size of their inputs; return whether any changed.
 
     The size is multiplied by the root of the number of inputs: at that of one input alone all points are far from each
-    other where there are many.  Lengthscales of periodic kernels are in other units, and stay.
+    other where there are many.  Lengthscales of periodic kernels are in other units, and stay, as all do with
+    ``requires_grad=False``.
     """
     before, seen = [p.detach().clone() for p in model.parameters()], inputs_seen(model)
     for part in _scaled(model):
@@ -103,7 +104,9 @@ def spread(model: Any, times: float) -> bool:
             sizes = times * (x.std(dim=0) * x.shape[1] ** 0.5).to(part.mixture_scales)
             factors = 1 / (2 * math.pi * sizes * part.mixture_scales.log().mean(dim=-3, keepdim=True).exp())
             factors = factors.where(factors.isfinite(), 1)
-            part.initialize(mixture_means=factors * part.mixture_means, mixture_scales=factors * part.mixture_scales)
+            for name, raw, constraint in part.named_parameters_and_constraints():
+                if raw.requires_grad and name != "raw_mixture_weights":
+                    raw.copy_(constraint.inverse_transform(inside(factors * constraint.transform(raw), constraint)))
     return any(not torch.allclose(p, kept, rtol=0.1) for p, kept in zip(model.parameters(), before, strict=True))
 
 
@@ -271,13 +274,10 @@ def _moved(kernel: Any, x: Tensor | None, all_of_it: bool, times: float = 1.0) -
         wanted = (sizes * x.shape[1] ** 0.5).expand(now.shape)
     else:
         return False
-    if all_of_it:
-        far = torch.ones_like(now, dtype=torch.bool)
-    elif kernel.ard_num_dims is None or hasattr(kernel, "period_length") or bool((now != now.flatten()[0]).any()):
+    own = kernel.ard_num_dims is None or hasattr(kernel, "period_length") or bool((now != now.flatten()[0]).any())
+    if own and not all_of_it:
         return False
-    else:
-        far = now > _FAR * wanted
-    far = far & (wanted > 0)
+    far = (wanted > 0) & ((now > _FAR * wanted) | all_of_it)
     if not bool(far.any()):
         return False
     chosen = torch.where(far, wanted, now).to(raw)
