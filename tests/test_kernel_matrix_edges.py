@@ -101,6 +101,25 @@ def test_distances_do_not_follow_torchs_reduced_precision(precision, d):
     assert relative(found, expected) < 1e-7
 
 
+class Private(Kernel):
+    """Depends on a tensor that is no parameter."""
+
+    def __init__(self, slope):
+        super().__init__()
+        self._slope = slope
+
+    def forward(self, x1, x2, diag=False, **params):
+        value = self._slope * x1 @ x2.mT
+        return value.diagonal(dim1=-2, dim2=-1) if diag else value
+
+
+def test_gradients_reach_private_tensors_of_a_kernel():
+    x, v, slope = points(N), normal(N), torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    matrix = KernelMatrix.of(Private(slope), x, engine="tiled")
+    (gradient,) = torch.autograd.grad((v * (matrix @ v)).sum(), slope)
+    assert relative(gradient, (x.mT @ v).square().sum()) < 1e-12
+
+
 class Stubborn(Kernel):
     """Ignores ``diag``, as kernels of users do."""
 

@@ -262,7 +262,7 @@ def parameters_of(kernel: Kernel) -> dict[str, Tensor]:
         named: dict[str, Tensor] = dict(kernel.named_parameters())
         for path, module in kernel.named_modules():
             for key, value in vars(module).items():
-                if key[0] != "_" and isinstance(value, Tensor) and value.requires_grad:
+                if isinstance(value, Tensor) and value.requires_grad and not key.startswith(_CACHED):
                     named[f"{path}.{key}" if path else key] = value
         return named
 
