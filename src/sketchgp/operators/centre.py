@@ -11,6 +11,7 @@ from torch import Tensor
 from ..devices import sent
 
 _ROWS = 256  # rows whose median is taken: it is off by at most a tenth of the spread of the data
+_FEWEST, _NUMBERS = 64, 2**19  # of very wide inputs so many rows at least, and so many numbers at most, for the memory
 # rows are far where their squared distance from the centre exceeds so many times the median one
 _FAR = {torch.float32: 1e4, torch.float64: 1e6}
 _RATIO = 1e3  # gaps that exceed the sum of all smaller ones so many times separate clusters
@@ -120,10 +121,10 @@ def _some(x: Tensor) -> Tensor:
     Rows of a pattern that repeats, as every third row of a table, are drawn in their proportion: indices are multiples
     of the golden ratio.
     """
-    rows = torch.arange(min(x.shape[-2], _ROWS))
-    if x.shape[-2] > _ROWS:
-        rows = (rows.double() * _GOLDEN % 1 * x.shape[-2]).long()
-    x = x.index_select(-2, sent(rows, x.device))
+    if (m := x.shape[-2]) > (most := min(_ROWS, max(_FEWEST, _NUMBERS // max(1, x.shape[-1])))):
+        rows = (torch.arange(most, dtype=torch.float64) * _GOLDEN % 1 * m).long()
+        return _some(x.index_select(-2, sent(rows, x.device)))
+    x = x[..., :, :]  # of a source, too
     return x.to(torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.float64)
 
 
