@@ -121,10 +121,10 @@ def _some(x: Tensor) -> Tensor:
     Rows of a pattern that repeats, as every third row of a table, are drawn in their proportion: indices are multiples
     of the golden ratio.
     """
-    if (m := x.shape[-2]) > (most := min(_ROWS, max(_FEWEST, _NUMBERS // max(1, x.shape[-1])))):
-        rows = (torch.arange(most, dtype=torch.float64) * _GOLDEN % 1 * m).long()
-        return _some(x.index_select(-2, sent(rows, x.device)))
-    x = x[..., :, :]  # of a source, too
+    m, most = x.shape[-2], min(_ROWS, max(_FEWEST, _NUMBERS // max(1, x.shape[-1])))
+    turns = torch.arange(most, dtype=torch.float64) * _GOLDEN % 1
+    rows = sent((turns * m).long(), x.device) if m > most else slice(None)
+    x = x[..., rows, :]
     return x.to(torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.float64)
 
 
