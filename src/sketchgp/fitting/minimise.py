@@ -197,7 +197,8 @@ class _Search:
 
         It may promise too much, by curvatures that a fit to few rows had: losses that shrink fast are believed more.
         """
-        promise = math.inf if inverse is None else 0.5 * self.inside @ (inverse @ self.inside)
+        gradient = self.inside
+        promise = math.inf if inverse is None else 0.5 * gradient @ (inverse @ gradient)
         if promise >= (_DOUBTED if self.steps.ahead < self.steps.tol else _PROMISED) * self.steps.tol:
             return False
         self.steps.history.reason = SETTLED

@@ -100,13 +100,8 @@ def spread(model: Any, times: float) -> bool:
         if not hasattr(part, "period_length"):
             _moved(part, seen.get(id(part)), True, times)
     for part in model.modules():
-        if isinstance(part, SpectralMixtureKernel) and (x := seen.get(id(part))) is not None and len(x) > 1:
-            sizes = times * (x.std(dim=0) * x.shape[1] ** 0.5).to(part.mixture_scales)
-            factors = 1 / (2 * math.pi * sizes * part.mixture_scales.log().mean(dim=-3, keepdim=True).exp())
-            factors = factors.where(factors.isfinite(), 1)
-            for name, raw, constraint in part.named_parameters_and_constraints():
-                if raw.requires_grad and name != "raw_mixture_weights":
-                    raw.copy_(constraint.inverse_transform(inside(factors * constraint.transform(raw), constraint)))
+        if isinstance(part, SpectralMixtureKernel):
+            _stretch(part, seen.get(id(part)), times)
     return any(not torch.allclose(p, kept, rtol=0.1) for p, kept in zip(model.parameters(), before, strict=True))
 
 
@@ -283,6 +278,18 @@ def _moved(kernel: Any, x: Tensor | None, all_of_it: bool, times: float = 1.0) -
     chosen = torch.where(far, wanted, now).to(raw)
     kernel.lengthscale = inside(chosen, kernel.raw_lengthscale_constraint)
     return True
+
+
+def _stretch(kernel: SpectralMixtureKernel, x: Tensor | None, times: float) -> None:
+    """Stretch a spectral mixture to its inputs x, which may be unknown: lengthscales are ``1 / (2 pi scale)``."""
+    if x is None or len(x) < 2:
+        return
+    sizes = times * (x.std(dim=0) * x.shape[1] ** 0.5).to(kernel.mixture_scales)
+    factors = 1 / (2 * math.pi * sizes * kernel.mixture_scales.log().mean(dim=-3, keepdim=True).exp())
+    factors = factors.where(factors.isfinite(), 1)
+    for name, raw, constraint in kernel.named_parameters_and_constraints():
+        if raw.requires_grad and name != "raw_mixture_weights":
+            raw.copy_(constraint.inverse_transform(inside(factors * constraint.transform(raw), constraint)))
 
 
 def inside(values: Tensor, constraint: Any) -> Tensor:
