@@ -193,6 +193,30 @@ def test_one_model_in_two_threads() -> None:
         assert torch.allclose(found, expected[0], rtol=1e-6, atol=1e-8)
 
 
+def test_a_thread_that_comes_while_a_kernel_computes_waits_for_its_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel has other parameters than its own meanwhile: no change of the model."""
+    model, z = build("called")
+    model.eval()
+    means: list[Tensor] = []
+    other = threading.Thread(target=lambda: means.append(model(z).mean.detach()))
+    plain = WatchedKernel.forward
+
+    def forward(self: Any, *args: Any, **options: Any) -> Tensor:
+        if not other.ident and model.prediction_strategy is not None:
+            other.start()
+            time.sleep(0.1)
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(WatchedKernel, "forward", forward)
+    with iterative(tol=1e-6):
+        WATCH.expected = settings()
+        with sketchgp.record_solves() as solves:
+            means.append(model(z).mean.detach())
+            other.join()
+    assert len(solves) == 1
+    assert torch.equal(*means)
+
+
 def test_a_model_on_inducing_points_in_two_threads() -> None:
     x, y, z = data(n=300, m=6)
     likelihood = gpytorch.likelihoods.GaussianLikelihood()

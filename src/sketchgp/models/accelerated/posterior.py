@@ -72,8 +72,8 @@ def solution_key(model: Any) -> tuple[Any, ...]:
     """
     asked = (settings.observation_nan_policy, settings.eval_cg_tolerance, settings.max_cg_iterations,
              settings.max_preconditioner_size)  # fmt: skip
-    data, parts = (*model.train_inputs, model.train_targets), (model.likelihood, *model.parameters())
     with KERNELS:  # meanwhile no kernel computes with parameters of others
+        parts, data = (model.likelihood, *model.parameters()), (*model.train_inputs, model.train_targets)
         return (*(one.value() for one in asked), *map(Held, parts), *map(data_key, data), *module_key(model))
 
 
