@@ -1180,7 +1180,8 @@ def ask_sparse(problem: Problem, model: Any, name: str) -> None:
         # of a wave each distance is rounded by itself, as much as far points are far
         waves = WAVES & set(case.told["kernels"])
         phase = 6 * exact.EPS * problem.height**2 / problem.size if waves else 0.0
-        moved = Sparse(kernel, center, *rows_of, shift=4 * exact.EPS, phase=phase)
+        angle = 1e-8 if "arccosine" in case.told["kernels"] else 0.0
+        moved = Sparse(kernel, center, *rows_of, shift=4 * exact.EPS, phase=phase, angle=angle)
     except np.linalg.LinAlgError:
         return
     mean, variances = truth.at(rows(problem.points))

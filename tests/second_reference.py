@@ -282,11 +282,12 @@ class Dense:
 class Sparse:
     """The subset of regressors on inducing points, its DTC variances and Titsias's bound.
 
-    Entries are off at random by ``phase`` times the distance of their points: what rounding makes of waves.
+    Entries are off at random by ``phase`` times the distance of their points, which is what rounding makes of waves,
+    and by ``angle`` times the deviations of their points, which is what it makes of angles of few degrees.
     """
 
-    def __init__(self, kernel, mean, x, y, noise, points, shift: float, phase: float = 0.0):
-        self.kernel, self.mean, self.points, self.phase = kernel, mean, points, phase
+    def __init__(self, kernel, mean, x, y, noise, points, shift: float, phase: float = 0.0, angle: float = 0.0):
+        self.kernel, self.mean, self.points, self.phase, self.angle = kernel, mean, points, phase, angle
         noise = np.broadcast_to(noise, (len(x),)).astype(LONG)
         inner = self.entries(points)
         inner = inner + shift * np.trace(inner) * np.eye(len(points), dtype=LONG)
@@ -311,7 +312,9 @@ class Sparse:
         apart = np.sqrt(((self.points[:, None, :] - x[None, :, :]) ** 2).sum(-1))
         signs = np.random.default_rng(0).choice([-1, 1], apart.shape)
         signs = np.triu(signs) + np.triu(signs, 1).T if x is self.points else signs
-        return covariance(self.kernel, self.points, x) + self.phase * apart * signs
+        sizes = [np.sqrt(np.diagonal(covariance(self.kernel, part, part))) for part in (self.points, x)]
+        off = self.phase * apart + self.angle * np.multiply.outer(*sizes)
+        return covariance(self.kernel, self.points, x) + off * signs
 
     def at(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         cross = forwards(self.inner, self.entries(points))

@@ -291,3 +291,17 @@ def test_the_gradient_of_a_kernel_that_is_called_knows_rows_next_to_each_other()
     apart = (x[20:] - near).double().sum()
     expected = apart / 0.01**2 * torch.sigmoid(kernel.raw_lengthscale.detach().double())
     assert relative(found, expected) < 0.05
+
+
+@pytest.mark.parametrize("order", range(3))
+def test_an_arc_cosine_kernel_of_nearly_parallel_rows(order: int) -> None:
+    """In float32 the arc cosine loses half of the digits, and its slope and the sine's cancel."""
+    x = torch.randn(40, 5, generator=torch.Generator().manual_seed(0))
+    x = torch.cat([x, 2 * x, 1.0003 * x])
+    found, expected = [], []
+    for dtype, results in ((torch.float32, found), (torch.float64, expected)):
+        points = x.to(dtype).requires_grad_()
+        value = sketchgp.ArcCosineKernel(order).to(dtype)(points, points.detach()).to_dense()
+        results += [value.detach(), *torch.autograd.grad(value[:, :40].sum(), points)]
+    assert relative(found[0], expected[0]) < 1e-6
+    assert order == 0 or relative(found[1], expected[1]) < 1e-4  # a step has none
