@@ -330,7 +330,7 @@ def test_rows_of_a_repeating_pattern_are_far(share, dtype):
     expected = (-0.5 * differences.square().sum(dim=-1)).exp() @ v.double()
     assert relative(found, expected) < (1e-5 if dtype == torch.float32 else 1e-10)
     x[::4] = torch.nan
-    assert Centre(x).value().abs().amax() < 1
+    assert Centre(x).value.abs().amax() < 1
 
 
 def test_a_loss_of_few_points_with_a_far_row():

@@ -25,13 +25,14 @@ _VARIABLES = (
 
 def run(options: argparse.Namespace) -> None:
     """Run the command; see the module's docstring."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     facts = {
         "sketchgp": str(vars(sys.modules["sketchgp"])["__version__"]),
         "python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.platform})",
         **{name: _version(name) for name in _PACKAGES},
         "torch": torch.__version__,
         "system": platform.platform(),
-        "processor": f"{platform.machine()}, {os.cpu_count()} cores, {_allowed_cores()} for this process, "
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores, {len(allowed)} for this process, "
         f"{torch.backends.cpu.get_cpu_capability()} instructions",
         "threads": f"{torch.get_num_threads()} of torch, {torch.get_num_interop_threads()} between operations",
         "memory": f"{available_memory() / 2**30:.1f} GiB free for this process",
@@ -59,10 +60,6 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _allowed_cores() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _engines(device: torch.device) -> dict[str, str]:

@@ -17,7 +17,7 @@ import math
 from typing import Any
 
 import torch
-from linear_operator.operators import DiagLinearOperator, InterpolatedLinearOperator, LinearOperator
+from linear_operator.operators import DiagLinearOperator, InterpolatedLinearOperator
 from torch import Tensor
 
 from ..operators import LowRankPlusDiagonal
@@ -85,7 +85,8 @@ class Bound(LogDensity):
         built, excess = found
         accurate = operator.rebuilt(kernel, DiagLinearOperator(noise.to(kernel.dtype))).system()
         certificate = Certificate(accurate, built, below=True)
-        if not (certificate.known and _semidefinite(kernel)):
+        # interpolations of a grid need not be positive semidefinite
+        if not certificate.known or any(isinstance(part, InterpolatedLinearOperator) for _, part in terms(kernel)):
             return math.nan
         w, r = self._solve(operator, built, b, float(excess.sum()) / 2 / b[..., 0, :].numel())
         _, low, high = certificate.bounds(b, w, r)
@@ -129,8 +130,3 @@ class Bound(LogDensity):
             tol *= 0.5 / math.sqrt(excess)
         assert value is not None
         return value, r
-
-
-def _semidefinite(operator: LinearOperator) -> bool:
-    """Return whether a matrix is positive semidefinite up to rounding; interpolations of a grid need not be."""
-    return not any(isinstance(part, InterpolatedLinearOperator) for _, part in terms(operator))

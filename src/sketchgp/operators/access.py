@@ -525,7 +525,7 @@ def _of_kernel(matrix: KernelMatrix) -> tuple[Tensor, Tensor]:
             squares = squares.reshape(*batch, -1) if squares.dim() > 1 and len(batch) > 1 else squares
             error = _PLAIN + _SPREAD * (1 + rows.shape[-1] ** 0.5 / 4) * squares
             if features.weight is None:
-                z = x - matrix.pairs.centre.value()
+                z = x - matrix.pairs.centre.value
                 circles = [leaf for leaf in atom.leaves if type(leaf.kernel) is PeriodicKernel]
                 periods = [matrix.expression.own(f.kernel.period_length, 2) for f in circles]
                 turns = [z[..., f.dims or slice(None)] / p for f, p in zip(circles, periods, strict=True)]

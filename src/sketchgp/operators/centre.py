@@ -34,26 +34,29 @@ class Centre:
         self._x = x.detach()
 
     @cached_property
-    def _medians(self) -> tuple[Tensor, Tensor]:
-        """The median of the largest cluster, and the median squared distance of its other points from there."""
-        cluster = _largest_cluster(_some(self._x))
-        value = _median(cluster)
-        squares = (cluster - value).square().sum(dim=-1, keepdim=True)
-        medians = _median(squares.masked_fill(squares == 0, torch.nan))
-        return value, medians.amax() if medians.numel() else medians.new_zeros(())
+    def _cluster(self) -> Tensor:
+        return _largest_cluster(_some(self._x))
 
+    @cached_property
+    def _typical(self) -> Tensor:
+        """The median squared distance of the cluster's other points from the centre."""
+        squares = (self._cluster - self.value).square().sum(dim=-1, keepdim=True)
+        medians = _median(squares.masked_fill(squares == 0, torch.nan))
+        return medians.amax() if medians.numel() else medians.new_zeros(())
+
+    @cached_property
     def value(self) -> Tensor:
-        """``(..., 1, d)``, finite; without gradients."""
-        return self._medians[0]
+        """The centre itself, ``(..., 1, d)``, finite; without gradients."""
+        return _median(self._cluster)
 
     @torch.no_grad()
     def far(self, x: Tensor) -> Tensor:
         """``(n,)`` bool: which rows of x ``(..., n, d)``, in any element of a batch, lie far."""
-        return self._beyond(x, self.value())
+        return self._beyond(x, self.value)
 
     def _beyond(self, x: Tensor, point: Tensor) -> Tensor:
         squares = (x - point).square().sum(dim=-1)
-        return (squares > _FAR.get(x.dtype, 1e4) * self._medians[1]).reshape(-1, x.shape[-2]).any(dim=0)
+        return (squares > _FAR.get(x.dtype, 1e4) * self._typical).reshape(-1, x.shape[-2]).any(dim=0)
 
     @torch.no_grad()
     def groups(self, x: Tensor, far: Tensor | None = None) -> list[Tensor] | None:
@@ -84,7 +87,7 @@ def _largest_cluster(x: Tensor) -> Tensor:
     cluster without a loss of their digits, it is the cluster of the smallest of these.  Devices other than the CPU are
     not waited for.
     """
-    if x.shape[-2] < 3 or not x.numel():
+    if x.shape[-2] < 3 or not x.numel() or (x.device.type == "cpu" and not _may_split(x)):
         return x
     for _ in range(_SPLITS):
         present = x.isfinite()
@@ -95,12 +98,7 @@ def _largest_cluster(x: Tensor) -> Tensor:
         gaps = values.diff(dim=-1)
         gaps = gaps.masked_fill(~gaps.isfinite(), 0)
         sizes = gaps.sort(dim=-1).values
-        smaller = torch.nn.functional.pad(sizes.cumsum(dim=-1)[..., :-1], (1, 0))
-        smaller[..., :-_COPIES].masked_fill_(smaller[..., :-_COPIES] == 0, torch.inf)
-        wide = sizes > _RATIO * torch.where(smaller > 0, smaller, 1)
-        if x.device.type == "cpu" and not bool(wide.any()) and bool(present.all()):
-            break  # one cluster
-        least = sizes.masked_fill(~wide, 0).amax(dim=-1, keepdim=True)
+        least = sizes.masked_fill(~_separate(sizes), 0).amax(dim=-1, keepdim=True)
         clusters = torch.nn.functional.pad(((gaps >= least) & (least > 0)).cumsum(dim=-1), (1, 0))
         present = values.isfinite()
         counts = torch.zeros_like(clusters).scatter_add_(-1, clusters, present.long())
@@ -115,6 +113,22 @@ def _largest_cluster(x: Tensor) -> Tensor:
     return x
 
 
+def _may_split(x: Tensor) -> bool:
+    """Return whether a number is missing, or a gap along the coordinate of the largest range may separate clusters."""
+    low, high = x.aminmax(dim=-2, keepdim=True)
+    if not bool((high - low).isfinite().all()):
+        return True
+    values = x.take_along_dim((high - low).argmax(dim=-1, keepdim=True), dim=-1).squeeze(-1).sort(dim=-1).values
+    return bool(_separate(values.diff(dim=-1).sort(dim=-1).values).any())
+
+
+def _separate(sizes: Tensor) -> Tensor:
+    """Return which of some gaps in rising order separate clusters, a mask."""
+    smaller = torch.nn.functional.pad(sizes.cumsum(dim=-1)[..., :-1], (1, 0))
+    smaller[..., :-_COPIES].masked_fill_(smaller[..., :-_COPIES] == 0, torch.inf)
+    return sizes > _RATIO * torch.where(smaller > 0, smaller, 1)
+
+
 def _some(x: Tensor) -> Tensor:
     """Return a sample of many rows, in float32 at least; integers in float64.
 
@@ -122,9 +136,9 @@ def _some(x: Tensor) -> Tensor:
     of the golden ratio.
     """
     m, most = x.shape[-2], min(_ROWS, max(_FEWEST, _NUMBERS // max(1, x.shape[-1])))
-    turns = torch.arange(most, dtype=torch.float64) * _GOLDEN % 1
-    rows = sent((turns * m).long(), x.device) if m > most else slice(None)
-    x = x[..., rows, :]
+    if m > most:
+        turns = torch.arange(most, dtype=torch.float64) * _GOLDEN % 1
+        x = x[..., sent((turns * m).long(), x.device), :]
     return x.to(torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.float64)
 
 

@@ -187,7 +187,7 @@ def is_plain(kernel: Kernel, x1: Tensor, x2: Tensor) -> bool:
     if any(type(part).prediction_strategy not in plain for part in kept):
         return False
     with torch.no_grad(), _own_parameters_spared(kernel):
-        if not _is_dense(evaluated(forward(kernel, x1[..., :2, :], x2[..., :2, :]))):
+        if not _is_dense(evaluated(forward(kernel, x1[..., :2, :], x2[..., :2, :], apart=False), apart=False)):
             return False
         inner = kernel
         while type(inner) is ScaleKernel:

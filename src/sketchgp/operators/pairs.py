@@ -143,7 +143,7 @@ class Pairs:
         """Return features and coefficients of the recognised kernel, for other values of :attr:`tensors`."""
         assert self.expression is not None
         with parameters_as(self.kernel, self.names, [real(t) for t in tensors[2:]]):
-            options = (same, self.batch_shape, self.compute_dtype, self.centre.value(), self.known)
+            options = (same, self.batch_shape, self.compute_dtype, self.centre.value, self.known)
             return self.expression.prepare(tensors[0], tensors[1], *options)
 
     @torch.no_grad()

@@ -146,7 +146,7 @@ def _block(pairs: Pairs, rows: int, columns: int, own: bool) -> Pairs:
     :param own: whether some are rows of the user's as they are, however far apart they lie.
     """
     steps = _steps(pairs, pairs.x2, rows if pairs.same else columns, 1)
-    origin = Centre(torch.zeros_like(pairs.centre.value()))
+    origin = Centre(torch.zeros_like(pairs.centre.value))
     scales = _scales(pairs, steps, origin)
     if own:
         scales = torch.cat([scales.new_ones(1), scales])
@@ -168,7 +168,7 @@ def _steps(pairs: Pairs, x: Tensor, count: int, seed: int) -> Tensor:
     candidates = candidates if candidates.dtype.itemsize >= 4 else candidates.float()
     far = pairs.centre.far(candidates)
     near = candidates if bool(far.all()) else candidates[..., ~far, :]
-    near = near.to(torch.float64) - pairs.centre.value()
+    near = near.to(torch.float64) - pairs.centre.value
     near = near.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     spread = near.abs().mean(dim=-2, keepdim=True)
     spread = torch.where(spread > 0, spread, 1.0)
