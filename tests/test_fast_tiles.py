@@ -7,6 +7,7 @@ origin and for points that coincide; one test holds it against GPyTorch's own ke
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import unittest
 from collections.abc import Callable
@@ -943,3 +944,33 @@ def test_far_points_have_normal_numbers(name, features, dtype):
             assert float(found.min()) > 1e8 * torch.finfo(dtype).tiny
             expected = reference(kernel, x, x if z is None else z).detach()
             assert float((found - expected).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("intel", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_profiles_on_either_processor(intel: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and slopes by natural exponents and roots, and in base 2 without roots."""
+    monkeypatch.setattr("sketchgp.devices.by_intel", lambda: intel)
+    spec = importlib.util.find_spec("sketchgp.operators.profiles")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert intel == (module.RATE == 1)
+    q, a = torch.logspace(-6, 2, 50, dtype=torch.float64), 1.7
+    s = q.sqrt()
+    decay, power = (-s).exp(), 1 + q / (2 * a)
+    expected = {
+        "gauss": ((-q / 2).exp(), -(-q / 2).exp() / 2),
+        "matern12": (decay, -decay / (2 * s)),
+        "matern32": ((1 + s) * decay, -decay / 2),
+        "matern52": ((1 + s + q / 3) * decay, -(1 + s) * decay / 6),
+        "rational_quadratic": (power**-a, -(power ** (-a - 1)) / 2),
+        "laplace": ((-q).exp(), -(-q).exp()),
+    }
+    for profile in (module.GAUSS, *module.MATERN.values(), module.RATIONAL_QUADRATIC, module.LAPLACE):
+        alpha = torch.tensor(a, dtype=dtype) if profile is module.RATIONAL_QUADRATIC else None
+        t = q.to(dtype) * (profile.factor if alpha is None else profile.factor / alpha)
+        found, slope, _ = profile.derivative(t, torch.empty_like(t), alpha, lambda: torch.empty(50, dtype=dtype))
+        values = profile.at(q.to(dtype), alpha), profile.gain * found, profile.gain * profile.slope * slope
+        for value, right in zip(values, (expected[profile.name][i] for i in (0, 0, 1)), strict=True):
+            assert relative(value, right) < 50 * torch.finfo(dtype).eps, profile.name

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -29,6 +30,14 @@ def one_thread(small: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def by_intel() -> bool:
+    """Return whether torch computes elementary functions by Intel's library, and on a processor of its maker."""
+    maker = platform.processor()
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        maker += lines.read(2**12)
+    return torch.backends.mkl.is_available() and "GenuineIntel" in maker
 
 
 def version(x: Tensor) -> int:

@@ -58,7 +58,7 @@ class Distances:
 
     :ivar near: the pairs of the last tile for which the first was done, as an index of it; None where it never is.
     :ivar far: which rows and which columns are far, on the CPU; None where there are none.
-    :ivar least: what t is raised to where ``exp2(t)`` might leave the normal numbers: CPUs take four to twenty times as
+    :ivar least: what t is raised to where ``exp(t)`` might leave the normal numbers: CPUs take four to twenty times as
         long for tiles with others; None where it cannot.
     """
 

@@ -1,9 +1,10 @@
 """The functions of one distance that fast tiles are made of: value and slope, in place, in few passes.
 
 A profile is a function ``phi(q)`` of the squared Euclidean distance ``q`` of two scaled inputs (of their l1 distance
-for ``LAPLACE``).  A tile holds ``t = factor * q`` to begin with.  Everything is done in base 2, since ``exp2`` takes a
-quarter of the time of ``exp`` in torch on CPUs, and without ``sqrt``, which takes more than twice the time of
-``pow(-0.5)``; constants are left out where they can be put into the output scale.
+for ``LAPLACE``).  A tile holds ``t = factor * q`` to begin with; constants are left out where they can be put into the
+output scale.  On an Intel processor everything is done by ``exp`` and ``sqrt``, which torch calls Intel's library for:
+in float64 they take a half and a quarter of the time of ``exp2`` and ``pow(-0.5)``.  Elsewhere that library takes four
+and two times as long as these, so that base 2 and inverse roots are used.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from ..devices import by_intel
+
 LOG2E = math.log2(math.e)
+_NATURAL = by_intel()
+RATE = 1.0 if _NATURAL else LOG2E  # exponents of exponential functions are in units of 1 / RATE
+_power = torch.exp if _NATURAL else torch.exp2
 
 Buffer = Callable[[], Tensor]
 Slopes = tuple[Tensor, Tensor, Tensor | None]  # V, S and, with a shape parameter, the derivative in it
-# Exponents of two below which a value counts as much as any: its square, and its products with vectors, are still
-# normal numbers.  What CPUs make of others takes them up to a hundred times as long.
-LEAST = {torch.float32: -60.0, torch.float64: -500.0}
+# Exponents below which a value counts as much as any: its square, and its products with vectors, are still normal
+# numbers.  What CPUs make of others takes them up to a hundred times as long.
+LEAST = {torch.float32: -60 * RATE / LOG2E, torch.float64: -500 * RATE / LOG2E}
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,11 @@ class Profile:
 
 
 def _gauss(t: Tensor, spare: Tensor, alpha: Tensor | None) -> Tensor:
-    return t.exp2_()  # a rounding error that makes q slightly negative is as harmless as one that does not
+    return _power(t, out=t)  # a rounding error that makes q slightly negative is as harmless as one that does not
 
 
 def _gauss_derivative(t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer) -> Slopes:
-    value = t.exp2_()
+    value = _power(t, out=t)
     return value, value, None
 
 
@@ -69,74 +75,81 @@ def _tiny(t: Tensor) -> float:
 
 
 def _inverse_root(t: Tensor, spare: Tensor) -> Tensor:
-    """Return ``t^(-1/2)`` for ``t = (s log2 e)^2``, limited so that it and ``exp(-s)`` stay normal numbers."""
+    """Return ``t^(-1/2)`` for ``t = (s RATE)^2``, limited so that it and ``exp(-s)`` stay normal numbers."""
     return torch.pow(t.clamp_(min=_tiny(t), max=LEAST[t.dtype] ** 2), -0.5, out=spare)
 
 
-def _shifted_root(t: Tensor, spare: Tensor) -> Tensor:
-    """``u = sqrt(t) + log2(e)`` in ``spare``: with ``t = (s log2 e)^2`` this is ``(1 + s) log2 e``."""
-    return torch.addcmul(t.new_full((), LOG2E), t, _inverse_root(t, spare), out=spare)
+def _root(t: Tensor, spare: Tensor, shift: float = RATE, sign: int = 1) -> Tensor:
+    """Return ``sign sqrt(t) + shift`` in ``spare``: with ``t = (s RATE)^2`` this is ``(1 + s) RATE`` by default."""
+    least = t.new_full((), shift)
+    if _NATURAL:
+        root = torch.sqrt(t.clamp_(min=0, max=LEAST[t.dtype] ** 2), out=spare)
+        return torch.add(least, root, alpha=sign, out=spare)
+    return torch.addcmul(least, t, _inverse_root(t, spare), value=sign, out=spare)
 
 
 def _matern12(t: Tensor, spare: Tensor, alpha: Tensor | None) -> Tensor:
-    return torch.addcmul(t.new_zeros(()), t, _inverse_root(t, spare), value=-1, out=spare).exp2_()
+    return _power(_root(t, spare, 0, -1), out=spare)
 
 
 def _matern12_derivative(t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer) -> Slopes:
     inverse = _inverse_root(t, spare)
-    value = torch.addcmul(t.new_zeros(()), t, inverse, value=-1, out=t).exp2_()
+    value = _power(torch.addcmul(t.new_zeros(()), t, inverse, value=-1, out=t), out=t)
     # phi' = -phi / (2 s); at s = 0 the kernel has a kink, and the slope is taken as 0
     return value, inverse.masked_fill_(inverse > 0.9 * _tiny(t) ** -0.5, 0).mul_(value), None
 
 
 def _matern32(t: Tensor, spare: Tensor, alpha: Tensor | None) -> Tensor:
-    u = _shifted_root(t, spare)
-    return u.div_(torch.exp2(u, out=t))  # (1 + s) exp(-s)
+    u = _root(t, spare)
+    return u.div_(_power(u, out=t))  # (1 + s) exp(-s)
 
 
 def _matern32_derivative(t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer) -> Slopes:
-    u = _shifted_root(t, spare)
-    decay = torch.neg(u, out=t).exp2_()
+    u = _root(t, spare)
+    decay = _power(torch.neg(u, out=t), out=t)
     return u.mul_(decay), decay, None  # phi' = -exp(-s) / 2
 
 
 def _matern52(t: Tensor, spare: Tensor, alpha: Tensor | None) -> Tensor:
-    u = _shifted_root(t, spare)
-    polynomial = t.add_(u, alpha=3 * LOG2E)  # (s^2 + 3 s + 3) (log2 e)^2
-    return polynomial.div_(u.exp2_())
+    u = _root(t, spare)
+    polynomial = t.add_(u, alpha=3 * RATE)  # (s^2 + 3 s + 3) RATE^2
+    return polynomial.div_(_power(u, out=u))
 
 
 def _matern52_derivative(t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer) -> Slopes:
-    u = _shifted_root(t, spare)
-    polynomial = t.add_(u, alpha=3 * LOG2E)
-    decay = torch.neg(u, out=more()).exp2_()
+    u = _root(t, spare)
+    polynomial = t.add_(u, alpha=3 * RATE)
+    decay = torch.neg(u, out=more())
+    decay = _power(decay, out=decay)
     return polynomial.mul_(decay), u.mul_(decay), None  # phi' = -(1 + s) exp(-s) / 6
 
 
 def _rational_quadratic(t: Tensor, spare: Tensor, alpha: Tensor | None) -> Tensor:
     assert alpha is not None
-    return torch.log1p(t.clamp_(min=0), out=spare).mul_(alpha * -LOG2E).exp2_()  # (1 + t)^-alpha, t = q / (2 alpha)
+    value = torch.log1p(t.clamp_(min=0), out=spare).mul_(alpha * -RATE)
+    return _power(value, out=value)  # (1 + t)^-alpha, t = q / (2 alpha)
 
 
 def _rational_quadratic_derivative(t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer) -> Slopes:
     assert alpha is not None
     logarithm = torch.log1p(t.clamp_(min=0), out=spare)
-    value = torch.mul(logarithm, alpha * -LOG2E, out=more()).exp2_()
+    value = torch.mul(logarithm, alpha * -RATE, out=more())
+    value = _power(value, out=value)
     inverse = torch.add(t, 1, out=more()).reciprocal_()
     of_alpha = t.mul_(inverse).sub_(logarithm).mul_(value)  # phi (t / (1 + t) - log(1 + t))
     return value, inverse.mul_(value), of_alpha  # phi' = -phi / (2 (1 + t))
 
 
-GAUSS = Profile("gauss", False, -LOG2E / 2, 1.0, -0.5, _gauss, _gauss_derivative)
+GAUSS = Profile("gauss", False, -RATE / 2, 1.0, -0.5, _gauss, _gauss_derivative)
 MATERN = {
-    0.5: Profile("matern12", False, LOG2E**2, 1.0, -LOG2E / 2, _matern12, _matern12_derivative),
-    1.5: Profile("matern32", False, LOG2E**2, math.e / LOG2E, -LOG2E / 2, _matern32, _matern32_derivative),
-    2.5: Profile("matern52", False, LOG2E**2, math.e / (3 * LOG2E**2), -LOG2E / 2, _matern52, _matern52_derivative),
+    0.5: Profile("matern12", False, RATE**2, 1.0, -RATE / 2, _matern12, _matern12_derivative),
+    1.5: Profile("matern32", False, RATE**2, math.e / RATE, -RATE / 2, _matern32, _matern32_derivative),
+    2.5: Profile("matern52", False, RATE**2, math.e / (3 * RATE**2), -RATE / 2, _matern52, _matern52_derivative),
 }
 RATIONAL_QUADRATIC = Profile(
     "rational_quadratic", False, 0.5, 1.0, -0.5, _rational_quadratic, _rational_quadratic_derivative
 )
-LAPLACE = Profile("laplace", True, -LOG2E, 1.0, -1.0, _gauss, _gauss_derivative)
+LAPLACE = Profile("laplace", True, -RATE, 1.0, -1.0, _gauss, _gauss_derivative)
 
 
 def _refused(*_: object) -> NoReturn:
