@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gpytorch.constraints import GreaterThan, Interval
-from gpytorch.kernels import LinearKernel, MaternKernel, RBFKernel, ScaleKernel, SpectralMixtureKernel
+from gpytorch.kernels import LinearKernel, MaternKernel, PolynomialKernel, RBFKernel, ScaleKernel, SpectralMixtureKernel
 from gpytorch.likelihoods import GaussianLikelihood
 from gpytorch.means import ConstantMean, LinearMean, ZeroMean
 
@@ -213,6 +213,28 @@ def test_only_one_of_the_starts_came_so_low() -> None:
     assert all(doubt in str(alone) for doubt in doubts)
     x, y = rows()
     assert "not sure" not in str(fitted(x, y, ZeroMean(), scaled()))
+
+
+def test_far_rows_and_a_kernel_of_inner_products() -> None:
+    """Without lengthscales, too, other starts are tried, from the least squares fit of a linear mean."""
+    x, y = (torch.randn(29, d, generator=torch.Generator().manual_seed(d), dtype=torch.float64) for d in (4, 1))
+    x, y = 0.065 * x, y[:, 0]
+    x[0], x[1] = 2e4, torch.tensor([-2e4, 2e4, 2e4, -2e4])
+    history = fitted(x, y, LinearMean(4), ScaleKernel(PolynomialKernel(power=3)))
+    alone = 0.5 * math.log(2 * math.pi * math.e * float(y.var()))
+    assert history.best_loss < alone, "noise alone explains the targets better"
+    assert "not sure" not in str(history)
+
+
+def test_a_loss_above_that_of_noise_is_noted() -> None:
+    """A kernel without an output scale is many times too large, and its lengthscale stays."""
+    x, y = rows()
+    kernel = RBFKernel()
+    kernel.lengthscale = 0.01
+    kernel.raw_lengthscale.requires_grad_(False)
+    history = fitted(x, y * 1e-3, ZeroMean(), kernel, 1e-3)
+    assert any(note.startswith("not sure: noise alone") for note in history.notes)
+    assert not any("noise alone" in note for note in fitted(x, y, ZeroMean(), scaled()).notes)
 
 
 def test_limits_of_the_optimiser_are_named() -> None:

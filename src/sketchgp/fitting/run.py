@@ -369,6 +369,9 @@ class Fit:
         history, choices = stage.history, self.choices
         if stage.flat and history.reason == SETTLED:
             history.reason = FLAT if starts.flatness(self.model, choices.seed) else SETTLED
+        alone = starts.loss_of_noise(self.model)
+        if history.reason in ENDED and history.best_loss > alone + max(_SAME, 10 * stage.tol):
+            history.notes.append(f"{UNSURE}: noise alone about the mean of the targets has a loss of {alone:.4f}")
         history.by_other_probes = stage.by_other_probes(choices.seed, choices.num_probes)
         history.bracket = stage.bracket()
 
@@ -415,11 +418,11 @@ class Fit:
             name, times, noise = other
             trial = Stage.exact(mll, tol, first.limit, first.few)
             trial.base.restore(start)
-            if not starts.spread(mll.model, times):
-                continue
+            moved = starts.spread(mll.model, times)
             starts.centre_mean(mll.model)
             starts.set_noise(mll.model, noise)
-            starts.set_scale(mll.model, starts.mean_square(mll.model))
+            if not (starts.set_scale(mll.model, starts.mean_square(mll.model)) or moved):
+                continue
             try:
                 self._run(trial)
             except NumericalError:

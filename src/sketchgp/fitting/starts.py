@@ -31,6 +31,7 @@ _FAR = 1e3  # ratio of a lengthscale that nobody set and the size of its input
 _LITTLE = 10.0  # ratio of a lengthscale and the size of its input at which it matters a little
 _APART = 0.1  # ratio of a lengthscale and the least distance of two values at which all of them are uncorrelated
 _SOME = 32  # points whose prior variance is looked at
+_REGRESSED = 4  # rows for each input, at least, for which a linear mean is fitted by least squares
 _ABOUT = 1.01  # ratio of the prior variance and its target that is near enough
 _ROOTS = 8  # trials of a factor of output scales
 _NONE = 1e-3  # share of the targets' variance below which there is hardly any noise
@@ -364,7 +365,8 @@ def mean_square(model: Any) -> float:
 
 @torch.no_grad()
 def centre_mean(model: Any) -> None:
-    """Move a constant that a fit may change, of the mean of a model, to where the targets are about zero."""
+    """Move what a fit may change of the mean of a model to where the targets are about zero: a constant, or, by least
+    squares, a linear mean of the training inputs."""
     residual = _residual(model)
     if residual is None or model.train_targets.dim() != 1:
         return
@@ -374,7 +376,24 @@ def centre_mean(model: Any) -> None:
         free = constant is not None and constant.requires_grad and constant.numel() == 1
         if free and not hasattr(part, f"{name}_constraint"):
             constant.add_(residual.mean())
+            if isinstance(part, LinearMean) and part.weights.requires_grad:
+                _regress(model, part)
             return
+
+
+def _regress(model: Any, mean: LinearMean) -> None:
+    """Add the least squares fit of the residual to a linear mean, where that is one of fewer inputs than rows."""
+    x, before, residual = model.train_inputs[0].double().cpu(), mean_square(model), _residual(model)
+    if residual is None or x.dim() != 2 or mean.weights.shape != (x.shape[1], 1) or len(x) < _REGRESSED * x.shape[1]:
+        return
+    design = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)[~torch.isnan(model.train_targets).cpu()]
+    change = torch.linalg.lstsq(design, residual.cpu(), driver="gelsd").solution
+    kept = mean.weights.clone(), mean.bias.clone()
+    mean.weights.add_(change[:-1, None].to(mean.weights))
+    mean.bias.add_(change[-1].to(mean.bias))
+    if not mean_square(model) < before:  # the mean sees other inputs
+        mean.weights.copy_(kept[0])
+        mean.bias.copy_(kept[1])
 
 
 def _residual(model: Any) -> Tensor | None:
@@ -385,6 +404,13 @@ def _residual(model: Any) -> Tensor | None:
     residual = (model.train_targets - mean).double()
     residual = residual[~torch.isnan(residual)]
     return residual if len(residual) else None
+
+
+def loss_of_noise(model: Any) -> float:
+    """Return the loss a row of independent noise about the mean of the targets; infinity where it is not known."""
+    known = model.train_targets.dim() == 1 and _noises(model) and not any(True for _ in model.named_priors())
+    variance = targets_variance(model) if known else 0.0
+    return 0.5 * math.log(2 * math.pi * math.e * variance) if variance > 0 else math.inf
 
 
 @torch.no_grad()
