@@ -79,17 +79,16 @@ def _inverse_root(t: Tensor, spare: Tensor) -> Tensor:
     return torch.pow(t.clamp_(min=_tiny(t), max=LEAST[t.dtype] ** 2), -0.5, out=spare)
 
 
-def _root(t: Tensor, spare: Tensor, shift: float = RATE, sign: int = 1) -> Tensor:
-    """Return ``sign sqrt(t) + shift`` in ``spare``: with ``t = (s RATE)^2`` this is ``(1 + s) RATE`` by default."""
-    least = t.new_full((), shift)
+def _exponent(t: Tensor, spare: Tensor, shift: float = RATE) -> Tensor:
+    """Return ``-sqrt(t) - shift`` in ``spare``: with ``t = (s RATE)^2`` this is ``-(1 + s) RATE`` by default."""
+    start = t.new_full((), -shift)
     if _NATURAL:
-        root = torch.sqrt(t.clamp_(min=0, max=LEAST[t.dtype] ** 2), out=spare)
-        return torch.add(least, root, alpha=sign, out=spare)
-    return torch.addcmul(least, t, _inverse_root(t, spare), value=sign, out=spare)
+        return torch.sub(start, torch.sqrt(t.clamp_(min=0, max=LEAST[t.dtype] ** 2), out=spare), out=spare)
+    return torch.addcmul(start, t, _inverse_root(t, spare), value=-1, out=spare)
 
 
 def _matern12(t: Tensor, spare: Tensor, alpha: Tensor | None) -> Tensor:
-    return _power(_root(t, spare, 0, -1), out=spare)
+    return _power(_exponent(t, spare, 0), out=spare)
 
 
 def _matern12_derivative(t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer) -> Slopes:
@@ -100,27 +99,25 @@ def _matern12_derivative(t: Tensor, spare: Tensor, alpha: Tensor | None, more: B
 
 
 def _matern32(t: Tensor, spare: Tensor, alpha: Tensor | None) -> Tensor:
-    u = _root(t, spare)
-    return u.div_(_power(u, out=t))  # (1 + s) exp(-s)
+    u = _exponent(t, spare)
+    return u.mul_(_power(u, out=t))  # -(1 + s) exp(-s)
 
 
 def _matern32_derivative(t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer) -> Slopes:
-    u = _root(t, spare)
-    decay = _power(torch.neg(u, out=t), out=t)
+    u = _exponent(t, spare)
+    decay = _power(u, out=t)
     return u.mul_(decay), decay, None  # phi' = -exp(-s) / 2
 
 
 def _matern52(t: Tensor, spare: Tensor, alpha: Tensor | None) -> Tensor:
-    u = _root(t, spare)
-    polynomial = t.add_(u, alpha=3 * RATE)  # (s^2 + 3 s + 3) RATE^2
-    return polynomial.div_(_power(u, out=u))
+    u = _exponent(t, spare)
+    polynomial = t.sub_(u, alpha=3 * RATE)  # (s^2 + 3 s + 3) RATE^2
+    return polynomial.mul_(_power(u, out=u))
 
 
 def _matern52_derivative(t: Tensor, spare: Tensor, alpha: Tensor | None, more: Buffer) -> Slopes:
-    u = _root(t, spare)
-    polynomial = t.add_(u, alpha=3 * RATE)
-    decay = torch.neg(u, out=more())
-    decay = _power(decay, out=decay)
+    u = _exponent(t, spare)
+    polynomial, decay = t.sub_(u, alpha=3 * RATE), _power(u, out=more())
     return polynomial.mul_(decay), u.mul_(decay), None  # phi' = -(1 + s) exp(-s) / 6
 
 
@@ -143,8 +140,8 @@ def _rational_quadratic_derivative(t: Tensor, spare: Tensor, alpha: Tensor | Non
 GAUSS = Profile("gauss", False, -RATE / 2, 1.0, -0.5, _gauss, _gauss_derivative)
 MATERN = {
     0.5: Profile("matern12", False, RATE**2, 1.0, -RATE / 2, _matern12, _matern12_derivative),
-    1.5: Profile("matern32", False, RATE**2, math.e / RATE, -RATE / 2, _matern32, _matern32_derivative),
-    2.5: Profile("matern52", False, RATE**2, math.e / (3 * RATE**2), -RATE / 2, _matern52, _matern52_derivative),
+    1.5: Profile("matern32", False, RATE**2, -math.e / RATE, RATE / 2, _matern32, _matern32_derivative),
+    2.5: Profile("matern52", False, RATE**2, math.e / (3 * RATE**2), RATE / 2, _matern52, _matern52_derivative),
 }
 RATIONAL_QUADRATIC = Profile(
     "rational_quadratic", False, 0.5, 1.0, -0.5, _rational_quadratic, _rational_quadratic_derivative
