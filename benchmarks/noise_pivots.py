@@ -35,7 +35,6 @@ NOISES, TOL, SEEDS = (0.05, 0.001), 1e-3, (0, 1, 2)
 CHOICES = {
     "RPCholesky": sketchgp.RPCholesky(200),
     "RPCholesky, block": sketchgp.RPCholesky(200, method="block"),
-    "GreedyCholesky": sketchgp.GreedyCholesky(200),
     "Nystrom, gaussian": sketchgp.Nystrom(200),
     "NystromEigenPro": sketchgp.NystromEigenPro(100, subsample_size=500),
 }

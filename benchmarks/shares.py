@@ -28,9 +28,9 @@ from sketchgp.distributed import sharded
 from sketchgp.operators import KernelMatrix
 
 COUNTS, FEATURES, COLUMNS = (1, 2, 4), 4, 192
-ROWS = {"stored matrix": 8000, "RPCholesky": 40_000, "GreedyCholesky": 40_000, "Nystrom": 8000, "vectors": 8000,
+ROWS = {"stored matrix": 8000, "RPCholesky": 40_000, "Nystrom": 8000, "vectors": 8000,
         "vectors of ASkotch": 8000}  # fmt: skip
-RANKS = {"RPCholesky": 300, "GreedyCholesky": 100, "Nystrom": 500}
+RANKS = {"RPCholesky": 300, "Nystrom": 500}
 # vectors at the peak: of one process; of several, those that are whole, and those of which each has its rows
 WHOLE = {"vectors": (15, 3, 11), "vectors of ASkotch": (8, 4, 5)}
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back

@@ -32,7 +32,6 @@ PRECONDITIONERS = {
     "rpcholesky": sketchgp.RPCholesky(),
     "block": sketchgp.RPCholesky(method="block", block_size=7, seed=2),
     "rank": sketchgp.RPCholesky(rank=25),
-    "greedy": sketchgp.GreedyCholesky(),
     "nystrom": sketchgp.Nystrom(),
     "nystrom-uniform": sketchgp.Nystrom(rank=60, sketch="uniform"),
     "eigenpro": sketchgp.NystromEigenPro(rank=20, subsample_size=100),

@@ -71,7 +71,6 @@ def preconditioners(n: int) -> list[sketchgp.preconditioners.Preconditioner | No
         None,
         sketchgp.RPCholesky(),
         sketchgp.RPCholesky(rank=max(1, n // 4)),
-        sketchgp.GreedyCholesky(rank=max(1, n // 3)),
         sketchgp.Nystrom(rank=max(1, n // 5)),
         sketchgp.Nystrom(rank=max(1, n // 2), sketch="uniform"),
         sketchgp.NystromEigenPro(rank=max(1, n // 8)),
@@ -166,7 +165,7 @@ def test_what_lies_above_the_matrix_is_not_taken_for_a_bound():
     with pytest.warns(sketchgp.ConvergenceWarning):
         boasted = sketchgp.ConjugateGradients(tol=1e-9, max_iterations=2).solve(problem, Boastful(rank=5))
     assert torch.equal(boasted.report.error_bound, solution.report.error_bound)
-    assert sketchgp.RPCholesky().below and sketchgp.Nystrom().below and sketchgp.GreedyCholesky().below
+    assert sketchgp.RPCholesky().below and sketchgp.Nystrom().below
     assert not choice.below
 
 

@@ -29,7 +29,6 @@ from sketchgp import (
     ConvergenceWarning,
     FullProblem,
     FullScale,
-    GreedyCholesky,
     InputError,
     NumericalError,
     Nystrom,
@@ -42,7 +41,7 @@ from sketchgp.operators import KernelMatrix
 from sketchgp.preconditioners import PreconditionerCache
 from sketchgp.solvers import System
 
-PRECONDITIONERS = [None, RPCholesky(40), GreedyCholesky(40), Nystrom(40), Nystrom(40, sketch="uniform"),
+PRECONDITIONERS = [None, RPCholesky(40), Nystrom(40), Nystrom(40, sketch="uniform"),
                    NystromEigenPro(20, subsample_size=80), FullScale(10, neighbors=10)]  # fmt: skip
 
 
@@ -249,7 +248,7 @@ def test_extreme_targets_in_float32(factor):
         solver.solve(FullProblem(_kernel(torch.float32), x, (y * f).float(), 0.1), None) for f in (1.0, factor)
     )
     assert other.report.converged
-    assert abs(other.report.iterations - base.report.iterations) <= 4
+    assert other.report.iterations <= 1.5 * base.report.iterations
     assert relative(other.value.double() / factor, base.value) < 1e-3
 
 

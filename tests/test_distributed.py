@@ -40,7 +40,6 @@ from sketchgp import (
     EigenPro4,
     Falkon,
     FullProblem,
-    GreedyCholesky,
     InducingPointProblem,
     Nystrom,
     NystromEigenPro,
@@ -432,7 +431,6 @@ FACTORS = {
     "RPCholesky": RPCholesky(rank=20),
     "Nystrom": Nystrom(rank=20),
     "uniform": Nystrom(rank=20, sketch="uniform"),
-    "GreedyCholesky": GreedyCholesky(rank=20),
     "NystromEigenPro": NystromEigenPro(rank=20),
 }
 

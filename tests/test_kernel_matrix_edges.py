@@ -10,7 +10,7 @@ from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, ScaleKernel
 import sketchgp
 from cases import each
 from problems import log_determinant, normal, points, relative
-from sketchgp import GreedyCholesky, RPCholesky
+from sketchgp import Nystrom, RPCholesky
 from sketchgp.operators import KernelMatrix, MovingPlusDiagonal
 from sketchgp.operators.tiles import thin_product
 from sketchgp.preconditioners import PreconditionerCache
@@ -177,7 +177,7 @@ def test_gradient_of_a_repeated_batch():
         assert relative(a, b) < 1e-10
 
 
-@pytest.mark.parametrize("choice", [RPCholesky(8), GreedyCholesky(8)])
+@pytest.mark.parametrize("choice", [RPCholesky(8), Nystrom(8)])
 def test_gradient_of_the_noise_under_a_frozen_kernel(choice):
     kernel, x = _kernel().requires_grad_(False), points(N)
     noise = torch.linspace(0.1, 0.3, N, dtype=torch.float64).requires_grad_(True)

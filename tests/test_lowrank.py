@@ -14,7 +14,6 @@ from sketchgp import NumericalError
 from sketchgp.preconditioners import (
     gaussian_nystrom,
     gaussian_test_matrix,
-    greedy_cholesky,
     nystrom_factor,
     rpcholesky,
     top_eigensystem,
@@ -30,12 +29,11 @@ METHODS = {
     "accelerated": lambda a, r, seed=0: rpcholesky(a, r, generator=seeded(seed)),
     "accelerated-wide": lambda a, r, seed=0: rpcholesky(a, r, generator=seeded(seed), block_size=2 * r),
     "block": lambda a, r, seed=0: rpcholesky(a, r, generator=seeded(seed), method="block", block_size=5),
-    "greedy": lambda a, r, seed=0: greedy_cholesky(a, r),
     "uniform": lambda a, r, seed=0: uniform_nystrom(a, r, generator=seeded(seed)),
     "gaussian": lambda a, r, seed=0: gaussian_nystrom(a, r, generator=seeded(seed)),
 }
-PIVOTED = ["accelerated", "accelerated-wide", "block", "greedy", "uniform"]
-CHOLESKY = ["accelerated", "accelerated-wide", "block", "greedy"]
+PIVOTED = ["accelerated", "accelerated-wide", "block", "uniform"]
+CHOLESKY = ["accelerated", "accelerated-wide", "block"]
 
 
 # every method on every matrix
@@ -78,7 +76,7 @@ def test_exact_at_full_rank(name, method):
     assert float((low_rank.factor @ low_rank.factor.mT - matrix).norm()) < 1e-7 * scale
 
 
-@each("method", ["accelerated", "accelerated-wide", "greedy"])  # whole blocks waste columns
+@each("method", ["accelerated", "accelerated-wide"])  # whole blocks waste columns
 @each("name", ["rank-deficient", "duplicated", "constant", "one-by-one", "two-by-two", "zero"])
 def test_stops_at_the_rank_of_the_matrix(name, method):
     matrix, rank = matrices()[name]
@@ -87,7 +85,7 @@ def test_stops_at_the_rank_of_the_matrix(name, method):
     assert low_rank.trace <= 1e-13 * float(matrix.trace())
 
 
-@each("method", ["accelerated", "block", "greedy", "gaussian"])
+@each("method", ["accelerated", "block", "gaussian"])
 def test_close_to_the_best_approximation(method):
     values = 0.7 ** torch.arange(80, dtype=torch.float64)
     matrix = with_spectrum(values)
@@ -98,7 +96,7 @@ def test_close_to_the_best_approximation(method):
     assert sum(traces) / 5 < 20 * best
 
 
-@each("method", ["accelerated", "greedy", "block", "uniform", "gaussian"])
+@each("method", ["accelerated", "block", "uniform", "gaussian"])
 def test_deterministic(method):
     access = as_access(matrices()["smooth"][0])
     a, b = METHODS[method](access, 9, 3), METHODS[method](access, 9, 3)
@@ -114,18 +112,13 @@ def test_the_seed_matters(method):
 def test_weights_stop_early():
     matrix, _ = matrices()["smooth"]
     weights = torch.full((40,), 10.0, dtype=torch.float64)
-    for method in (
-        lambda **options: rpcholesky(as_access(matrix), 40, generator=seeded(), **options),
-        lambda **options: greedy_cholesky(as_access(matrix), 40, **options),
-    ):
-        low_rank = method(weights=weights, tol=1.0)
-        assert 0 < low_rank.factor.shape[1] < 40
-        assert float((weights * low_rank.residual).sum()) <= 1.0
+    low_rank = rpcholesky(as_access(matrix), 40, generator=seeded(), weights=weights, tol=1.0)
+    assert 0 < low_rank.factor.shape[1] < 40
+    assert float((weights * low_rank.residual).sum()) <= 1.0
 
 
 @each("moved", [False, True], ids=["as on CPUs", "as on other devices"])
-@each("method", [rpcholesky, greedy_cholesky])
-def test_a_factor_that_grows(method, moved, monkeypatch):
+def test_a_factor_that_grows(moved, monkeypatch):
     """Of no certain rank: it ends where it is told to, with columns like those of one that was made at once."""
     if moved:
         monkeypatch.setattr("sketchgp.preconditioners.low_rank._PAGES", "")
@@ -137,8 +130,7 @@ def test_a_factor_that_grows(method, moved, monkeypatch):
         asked.append((rank, left))
         return rank >= 300
 
-    options = {} if method is greedy_cholesky else {"generator": seeded()}
-    low_rank = method(as_access(matrix), 400, enough=enough, **options)
+    low_rank = rpcholesky(as_access(matrix), 400, enough=enough, generator=seeded())
     rank = low_rank.factor.shape[1]
     assert 300 <= rank < 400
     assert asked[-1][0] == rank
@@ -152,7 +144,6 @@ def test_a_factor_that_grows(method, moved, monkeypatch):
 WEIGHTED = {
     "accelerated": lambda a, r, **options: rpcholesky(a, r, generator=seeded(), **options),
     "block": lambda a, r, **options: rpcholesky(a, r, generator=seeded(), method="block", block_size=3, **options),
-    "greedy": greedy_cholesky,
 }
 
 

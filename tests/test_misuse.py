@@ -224,7 +224,6 @@ def _complaints(owner: str, call: Callable[..., Any], right: dict[str, Any]) -> 
 CHOICES = [
     sketchgp.RPCholesky,
     sketchgp.Nystrom,
-    sketchgp.GreedyCholesky,
     sketchgp.NystromEigenPro,
     sketchgp.FullScale,
     sketchgp.ConjugateGradients,

@@ -10,7 +10,7 @@ from gpytorch.kernels import MaternKernel, RBFKernel, ScaleKernel
 import sketchgp
 from cases import each, pairwise
 from problems import log_determinant, points, relative
-from sketchgp import GreedyCholesky, LaplaceKernel, Nystrom, NystromEigenPro, RPCholesky
+from sketchgp import LaplaceKernel, Nystrom, NystromEigenPro, RPCholesky
 from sketchgp.operators import (
     KernelMatrix,
     LowRankPlusDiagonal,
@@ -24,7 +24,6 @@ N, RANK = 90, 12
 CHOICES = {
     "rpcholesky": RPCholesky(RANK),
     "rpcholesky-block": RPCholesky(RANK, method="block"),
-    "greedy": GreedyCholesky(RANK),
     "nystrom": Nystrom(RANK, sketch="uniform"),
     "eigenpro": NystromEigenPro(RANK, subsample_size=40),
     "gaussian": Nystrom(RANK),

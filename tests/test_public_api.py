@@ -28,7 +28,6 @@ NAMES = {
     "FitHistory",
     "FullProblem",
     "FullScale",
-    "GreedyCholesky",
     "InducingPointGP",
     "InducingPointProblem",
     "InducingPoints",
@@ -106,7 +105,6 @@ SIGNATURES = {
     },
     "restore": {"model": ...},
     "RPCholesky": {"rank": None, "method": "accelerated", "block_size": None, "seed": 0},
-    "GreedyCholesky": {"rank": None},
     "Nystrom": {"rank": None, "sketch": "gaussian", "seed": 0},
     "NystromEigenPro": {"rank": None, "subsample_size": None, "seed": 0},
     "ConjugateGradients": {"tol": None, "max_iterations": None, "precision": "auto"},
@@ -337,7 +335,7 @@ def test_blockwise_solve_signature(name):
 @each(
     "choice",
     [
-        *("RPCholesky", "GreedyCholesky", "Nystrom", "NystromEigenPro"),
+        *("RPCholesky", "Nystrom", "NystromEigenPro"),
         *("ConjugateGradients", "Cholesky", "ASkotch", "Skotch", "EigenPro2"),
         *("KRILL", "Falkon", "QR", "EigenPro3", "EigenPro4", "NystromPCG", "SketchySAGA", "DoublyStochastic"),
     ],

@@ -19,7 +19,7 @@ from sketchgp.devices import here, sent
 from sketchgp.operators import KernelMatrix, tiles
 from sketchgp.operators.access import Access
 from sketchgp.operators.engines import TRITON
-from sketchgp.preconditioners import greedy_cholesky, rpcholesky
+from sketchgp.preconditioners import rpcholesky
 from test_solver_contract import FULL, SOLVERS, STREAMS, make
 
 CASES = {
@@ -98,7 +98,7 @@ def test_a_solver_waits_once_an_iteration(name, waits):
     assert relative(solution.value.cpu(), _solved(name, 2 * few, torch.float32, device=False).value) < 1e-3
 
 
-@pytest.mark.parametrize("method", ["accelerated", "block", "greedy"])
+@pytest.mark.parametrize("method", ["accelerated", "block"])
 def test_pivots_wait_once_a_round(method, waits, monkeypatch):
     """In tiles of the matrix, of which it takes several to hold the columns of a round."""
     monkeypatch.setattr(tiles, "_LEAST_ENTRIES", 400)
@@ -106,7 +106,7 @@ def test_pivots_wait_once_a_round(method, waits, monkeypatch):
     kernel = moved_module(make("ASkotch", dtype=torch.float32).kernel)
     x = moved(points(100, 3, dtype=torch.float32))
     rounds, counts = [], []
-    for rank in (10, 30) if method == "greedy" else (20, 60):
+    for rank in (20, 60):
         waits.clear()
         asked = []
 
@@ -115,11 +115,8 @@ def test_pivots_wait_once_a_round(method, waits, monkeypatch):
             return False
 
         matrix = Access(KernelMatrix.of(kernel, x, engine="tiled"))
-        if method == "greedy":
-            found = greedy_cholesky(matrix, rank, enough=enough)
-        else:
-            stream = torch.Generator().manual_seed(1)
-            found = rpcholesky(matrix, rank, generator=stream, method=method, block_size=10, enough=enough)
+        stream = torch.Generator().manual_seed(1)
+        found = rpcholesky(matrix, rank, generator=stream, method=method, block_size=10, enough=enough)
         assert found.factor.shape == (100, rank)
         rounds.append(len(asked))
         counts.append(waits.copy())

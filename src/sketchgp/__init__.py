@@ -17,7 +17,7 @@ from .models.accelerated.marginal_likelihoods import ExactMarginalLogLikelihood,
 from .noise_path import NoisePath, noise_path
 from .one_hot import OneHot
 from .posterior_samples import PosteriorSamples, sample_posterior
-from .preconditioners import FullScale, GreedyCholesky, Nystrom, NystromEigenPro, RPCholesky
+from .preconditioners import FullScale, Nystrom, NystromEigenPro, RPCholesky
 from .predict import Prediction, predict
 from .random_feature_classifier import RandomFeatureClassifier
 from .random_feature_gp import RandomFeatureGP
@@ -66,7 +66,6 @@ __all__ = [
     "FitHistory",
     "FullProblem",
     "FullScale",
-    "GreedyCholesky",
     "InducingPointGP",
     "InducingPointProblem",
     "InducingPoints",

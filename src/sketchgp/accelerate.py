@@ -59,7 +59,7 @@ def accelerate(
     Calling it again replaces the earlier choices.
 
     :param model: any ``gpytorch.models.ExactGP`` (BoTorch's ``SingleTaskGP`` is one).
-    :param preconditioner: :class:`RPCholesky`, :class:`Nystrom`, :class:`GreedyCholesky`,
+    :param preconditioner: :class:`RPCholesky`, :class:`Nystrom`,
         :class:`NystromEigenPro`, :class:`FullScale`, None for none, or ``"auto"``: :class:`RPCholesky`, or from 5,000
         rows with up to three features :class:`FullScale` where the pivots leave much.
     :param solver: of the posterior mean: :class:`ConjugateGradients`, :class:`Cholesky`, :class:`ASkotch`,

@@ -274,12 +274,6 @@ BREAKS = (
         "too little is taken off the residual",
     ),
     Break(
-        "[:, 0] - columns.factor @ row",
-        "[:, 0]",
-        LOWRANK,
-        "greedy columns are not made orthogonal to earlier ones",
-    ),
-    Break(
         "total(held_rows(test).mT @ sketch)",
         "total(held_rows(test).mT @ held_rows(test))",
         LOWRANK,
@@ -326,12 +320,6 @@ BREAKS = (
         "largest = _SPREAD * decay * left / rank",
         PRECONDITIONERS,
         "eigenvalues that all points share ask for columns",
-    ),
-    Break(
-        "weights=1 / noise, enough=enough",
-        "weights=None, enough=enough",
-        PRECONDITIONERS,
-        "greedy pivots do not look at the noise",
     ),
     Break(
         "self._generator(), matrix.device, selection.scales)",

@@ -5,7 +5,6 @@ from .base import Preconditioner, Selection
 from .cache import PreconditionerCache
 from .eigenpro import NystromEigenPro, TopEigensystem, top_eigensystem
 from .full_scale import FullScale
-from .greedy_cholesky import GreedyCholesky, greedy_cholesky
 from .low_rank import LowRank, nystrom_factor, pivoted_factor, shifted_cholesky, sketched_factor
 from .nystrom import Nystrom, gaussian_nystrom, gaussian_test_matrix, scaled_test_matrix, uniform_nystrom
 from .rpcholesky import RPCholesky, rpcholesky
@@ -14,7 +13,6 @@ from .smoothness import smoothness
 __all__ = [
     "AutomaticPreconditioner",
     "FullScale",
-    "GreedyCholesky",
     "LowRank",
     "Nystrom",
     "NystromEigenPro",
@@ -25,7 +23,6 @@ __all__ = [
     "TopEigensystem",
     "gaussian_nystrom",
     "gaussian_test_matrix",
-    "greedy_cholesky",
     "nystrom_factor",
     "pivoted_factor",
     "rpcholesky",

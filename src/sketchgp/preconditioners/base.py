@@ -130,12 +130,9 @@ class Preconditioner:
         """Return the limit of an automatic rank, whatever the memory."""
         return n
 
-    def stopping_rule(self, matrix: Access, one_by_one: bool = False) -> RankByCost | None:
-        """Return the rule by which an automatic rank ends (:class:`.RankByCost`); None for a rank that was asked for.
-
-        :param one_by_one: whether columns are made by products with single vectors, instead of in blocks.
-        """
-        return RankByCost(Costs(matrix, one_by_one)) if self.rank is None else None
+    def stopping_rule(self, matrix: Access) -> RankByCost | None:
+        """Return the rule by which an automatic rank ends (:class:`.RankByCost`); None where a rank was asked for."""
+        return RankByCost(Costs(matrix)) if self.rank is None else None
 
     def resolved(self, matrix: Access, noise: Tensor) -> Preconditioner:
         """Return the choice for one matrix and its noise; another one where it is automatic."""

@@ -485,7 +485,7 @@ class FullScale(Preconditioner):
         settle(self, count, "neighbors", optional=True)
         settle(self, seed_check, "seed")
 
-    def stopping_rule(self, matrix: Access, one_by_one: bool = False) -> RankByCost | None:
+    def stopping_rule(self, matrix: Access) -> RankByCost | None:
         """Return the rule of :class:`RPCholesky`, with the price of a column in all regressions."""
         return RankByCost(Costs(matrix, neighbors=self.neighbors or _NEIGHBORS)) if self.rank is None else None
 

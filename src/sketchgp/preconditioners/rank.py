@@ -69,15 +69,14 @@ _NEAR = 0.3  # of the iterations that regressions on neighbours leave: 0.04 to 0
 class Costs:
     """Costs of an iteration of conjugate gradients and of one more column of F, for one matrix.
 
-    :param one_by_one: whether columns are made one at a time, by products with a vector, instead of in blocks.
     :param neighbors: of each row, in whose regression a column counts (:class:`.FullScale`).
     """
 
-    def __init__(self, matrix: Access, one_by_one: bool = False, neighbors: int = 0) -> None:
+    def __init__(self, matrix: Access, neighbors: int = 0) -> None:
         self.n, self.prices = matrix.n, _CPU if matrix.device.type == "cpu" else _OTHER
         self.slow = float64_cost(matrix.device) / 2  # the prices are of devices where float64 takes twice the time
         # of an entry of F: the column is made orthogonal to it, and meets it again in half of F^T D^-1 F
-        self.build = 3 * self.prices.flop * self.slow + (self.prices.apply / 2 if one_by_one else 0)
+        self.build = 3 * self.prices.flop * self.slow
         product = column = width = 0.0
         for _, part in terms(matrix.source):
             tile, other = self._tile(part, torch.float64), self._stored(part) or self._transformed(part)
