@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import platform
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -34,7 +34,7 @@ def one_thread(small: bool) -> Iterator[None]:
 
 def by_intel() -> bool:
     """Return whether torch computes elementary functions by Intel's library, and on a processor of its maker."""
-    maker = platform.processor()
+    maker = os.environ.get("PROCESSOR_IDENTIFIER", "")  # on Windows
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         maker += lines.read(2**12)
     return torch.backends.mkl.is_available() and "GenuineIntel" in maker
