@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from gpytorch.kernels import (
 from gpytorch.likelihoods import GaussianLikelihood, MultitaskGaussianLikelihood
 from gpytorch.means import ConstantMeanGrad, ZeroMean
 from gpytorch.mlls import ExactMarginalLogLikelihood
+from gpytorch.settings import max_cholesky_size
 from torch import Tensor
 
 import sketchgp
@@ -379,3 +381,29 @@ def test_the_loss_of_few_points_in_float32(loss):
         value.backward()
         found.append(torch.stack([value.detach(), *(p.grad.squeeze() for p in model.parameters())]).double())
     assert torch.allclose(found[0], found[1], rtol=1e-3, atol=1e-4), found
+
+
+@each("kernel", [RBFKernel, MaternKernel, Called])
+@each("rows", [[-1e7, 0.3], [0.3, -1e7], [1e7, 0.3]])
+def test_two_points_one_of_them_far(kernel: Any, rows: list[float]) -> None:
+    """Counted from the far one, the others would have no digits; nor may a far row be among those asked for."""
+    for d in (1, 3):
+        covariance = kernel()
+        covariance.lengthscale = 0.2 * d**0.5
+        x, z = (torch.tensor(values)[:, None].expand(-1, d) for values in (rows, [0.25, 0.35, 2e6, 0.5, 0.31]))
+        found = KernelMatrix.of(covariance, z, x, engine="tiled").to_dense()
+        covariance.double()
+        expected = [[covariance(a.double()[None], b.double()[None]).to_dense().item() for b in x] for a in z]
+        assert (found - torch.tensor(expected)).abs().amax() < 1e-5
+
+
+def test_a_far_row_beside_two_training_rows() -> None:
+    """A kernel that GPyTorch calls counts from the mean of the test rows."""
+    x, y = torch.tensor([[2.27e6], [-0.5679]]), torch.tensor([0.16, -0.71])
+    model = Plain(x, y, GaussianLikelihood(), ScaleKernel(MaternKernel(nu=0.5) * RBFKernel()))
+    model.covar_module.base_kernel.kernels[0].lengthscale = 0.24
+    sketchgp.accelerate(model, matmul="gpytorch")
+    z = torch.tensor([[2.27e6], [0.2163], [2743.0], [-0.6043]])
+    with max_cholesky_size(1):
+        together, alone = (sketchgp.predict(model, rows, variance=None).mean[-1] for rows in (z, z[3:]))
+    assert together == pytest.approx(float(alone), abs=1e-6)

@@ -150,8 +150,7 @@ def out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory ran out, on a CUDA device or in the machine."""
     if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(phrase in text for phrase in _NO_MEMORY)
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _NO_MEMORY)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -120,8 +120,7 @@ class _InvQuadLogdet(torch.autograd.Function):
         solutions, determinant = samples.evaluate(tree(*args).system(), columns)
         ctx.tree, ctx.count, ctx.caller = tree, samples.count, copy_context()
         ctx.save_for_backward(solutions, *args)
-        t = columns.shape[1]
-        return (columns * solutions[:, :t]).sum(dim=0), determinant
+        return (columns * solutions[:, : columns.shape[1]]).sum(dim=0), determinant
 
     @staticmethod
     @once_differentiable

@@ -110,8 +110,7 @@ class Exchange:
         encoded = text.encode()
         lengths = [int(one) for one in self.gathered(torch.tensor([len(encoded)], device="cpu"))]
         padded = bytearray(encoded.ljust(max(1, *lengths)))
-        own = torch.frombuffer(padded, dtype=torch.uint8)
-        texts = self.gathered(own)
+        texts = self.gathered(torch.frombuffer(padded, dtype=torch.uint8))
         return [bytes(part[:n].tolist()).decode() for part, n in zip(texts, lengths, strict=True)]
 
     def gathered(self, own: Tensor) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +29,12 @@ class Centre:
     ``eps (|a|^2 + |b|^2)``.  The centre must therefore lie amid the points.  Rows that lie far from all others (1e5
     where a value is missing) must not move it, as they would move a mean, and most rows may be such rows.  Large data
     are sampled.
+
+    :param others: points of the other side, which tell what is far where x are fewer than three.
     """
 
-    def __init__(self, x: Tensor) -> None:
-        self._x = x.detach()
+    def __init__(self, x: Tensor, others: Any = None) -> None:
+        self._x, self._others = x.detach(), others
 
     @cached_property
     def _cluster(self) -> Tensor:
@@ -40,14 +43,19 @@ class Centre:
     @cached_property
     def _typical(self) -> Tensor:
         """The median squared distance of the cluster's other points from the centre."""
-        squares = (self._cluster - self.value).square().sum(dim=-1, keepdim=True)
+        few = self._cluster.shape[-2] < 3 and isinstance(self._others, Tensor)
+        cluster = _largest_cluster(_some(self._others.detach())) if few else self._cluster
+        squares = (cluster - self.value).square().sum(dim=-1, keepdim=True)
         medians = _median(squares.masked_fill(squares == 0, torch.nan))
         return medians.amax() if medians.numel() else medians.new_zeros(())
 
     @cached_property
     def value(self) -> Tensor:
         """The centre itself, ``(..., 1, d)``, finite; without gradients."""
-        return _median(self._cluster)
+        cluster = self._cluster
+        if cluster.shape[-2] == 2:  # that of fewer digits before the point loses none of the other
+            cluster = cluster.gather(-2, cluster.nan_to_num(torch.inf).abs().argmin(dim=-2, keepdim=True))
+        return _median(cluster)
 
     @torch.no_grad()
     def far(self, x: Tensor) -> Tensor:
@@ -101,8 +109,7 @@ def _largest_cluster(x: Tensor) -> Tensor:
         least = sizes.masked_fill(~_separate(sizes), 0).amax(dim=-1, keepdim=True)
         clusters = torch.nn.functional.pad(((gaps >= least) & (least > 0)).cumsum(dim=-1), (1, 0))
         present = values.isfinite()
-        counts = torch.zeros_like(clusters).scatter_add_(-1, clusters, present.long())
-        largest = counts.argmax(dim=-1, keepdim=True)
+        largest = torch.zeros_like(clusters).scatter_add_(-1, clusters, present.long()).argmax(dim=-1, keepdim=True)
         finite = values.masked_fill(~present, 0)
         origin = finite.gather(-1, torch.searchsorted(clusters, largest))
         rounding = ((finite - origin) + origin - finite).abs()

@@ -163,7 +163,7 @@ def _call_apart(kernel: Kernel, x1: Tensor, x2: Tensor) -> Any:
     GPyTorch's distances count from the mean of x1: one far row among them costs all others their digits.  A kernel that
     gives an operator with structure is called with all rows.
     """
-    groups = Centre(x2).groups(x1) if x1.shape[-2] > 1 and x1.is_floating_point() else None
+    groups = Centre(x2, x1).groups(x1) if x1.shape[-2] > 1 and x1.is_floating_point() else None
     few = None if groups is None else to_linear_operator(_call(kernel, x1[..., :2, :], x2[..., :2, :]))
     if groups is None or type(few) is not DenseLinearOperator:
         return _call(kernel, x1, x2)

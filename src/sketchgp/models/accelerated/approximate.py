@@ -168,8 +168,7 @@ class Approximate:
 
     @staticmethod
     def _some(x: Tensor) -> Tensor:
-        some = torch.randperm(len(x), generator=generator(0, "points of a variance check"))[:_CHECKED]
-        return some.to(x.device)
+        return torch.randperm(len(x), generator=generator(0, "points of a variance check"))[:_CHECKED].to(x.device)
 
     @torch.no_grad()
     def check(self, x: Tensor, variance: Tensor, method: str, once: bool) -> tuple[Tensor, Tensor] | None:

@@ -234,8 +234,7 @@ def _kind() -> tuple[str, bool]:
 
     A live value has the graph of its derivative.
     """
-    live = torch.is_grad_enabled() and settings.detach_test_caches.off()
-    return settings.observation_nan_policy.value(), live
+    return settings.observation_nan_policy.value(), torch.is_grad_enabled() and settings.detach_test_caches.off()
 
 
 def some_rows(m: int) -> Tensor:

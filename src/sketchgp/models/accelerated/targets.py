@@ -116,8 +116,7 @@ def marginal_of_all(likelihood: Any, prior: Any, *params: Any, **kwargs: Any) ->
 
     :func:`observed_part` takes the rows and columns; nothing is refused here.
     """
-    marginal = getattr(likelihood, "marginal_of_all", likelihood)
-    return marginal(prior, *params, **kwargs)
+    return getattr(likelihood, "marginal_of_all", likelihood)(prior, *params, **kwargs)
 
 
 def check_has_data(owner: str, model: Any) -> None:
