@@ -53,7 +53,7 @@ class Centre:
     def value(self) -> Tensor:
         """The centre itself, ``(..., 1, d)``, finite; without gradients."""
         cluster = self._cluster
-        if cluster.shape[-2] == 2:  # that of fewer digits before the point loses none of the other
+        if cluster.shape[-2] == 2:  # counted from the larger number the smaller one would lose digits
             cluster = cluster.gather(-2, cluster.nan_to_num(torch.inf).abs().argmin(dim=-2, keepdim=True))
         return _median(cluster)
 

@@ -81,10 +81,8 @@ class Pairs:
     ) -> None:
         self.x1, self.x2, self.parameters = x1, x2, tuple(parameters)
         self.kernel, self.names, self.engine, self.same, self.precision = kernel, names, engine, same, precision
-        self.centre, self.shards = (
-            Centre(x2, x1) if centre is None else centre,
-            in_force() if shards is None else shards,
-        )
+        self.centre = Centre(x2, x1) if centre is None else centre
+        self.shards = in_force() if shards is None else shards
         self.asked = engine != "auto" if asked is None else asked
         self.form = (recognise(kernel), kernel.batch_shape) if form is None else form
         self.expression: Expression | None = self.form[0]
