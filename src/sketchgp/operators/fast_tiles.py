@@ -56,7 +56,7 @@ class Distances:
     Rows so far from the centre that this error would be seen in any kernel are taken apart: distances among them, be
     they copies or a cluster of their own, are made from the differences.
 
-    :ivar near: the pairs of the last tile for which the first was done, as an index of it; None where it never is.
+    :ivar near: the pairs of the last tile for which the first was done, as an index of it; None where there are none.
     :ivar far: which rows and which columns are far, on the CPU; None where there are none.
     :ivar least: what t is raised to where ``exp(t)`` might leave the normal numbers: CPUs take four to twenty times as
         long for tiles with others; None where it cannot.
@@ -149,8 +149,9 @@ class Distances:
             distances = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
             out[..., i.unsqueeze(1), j] = distances.square_().mul_(self.factor)
         if self.limits is not None:
-            near = (out < self.limits[0][..., rows, :]).logical_or_(out < self.limits[1][..., columns])
-            self.near = near.nonzero(as_tuple=True)
+            left, right, self.near = self.limits[0][..., rows, :], self.limits[1][..., columns], None
+            if bool(out.amin() < torch.maximum(left.amax(), right.amax())):
+                self.near = (out < left).logical_or_(out < right).nonzero(as_tuple=True)
             for where, difference in self.differences(rows, columns):
                 out[where] = difference.square().sum(dim=-1) * self.factor
         return out
