@@ -325,7 +325,7 @@ def test_accelerating_again_replaces_the_choices() -> None:
     assert type(model) is kind
     assert [report.preconditioner for report in solves if report.columns == 1] == [
         "RPCholesky",
-        "Nystrom",
+        "Nystrom[gaussian]",
         "none",
     ]
     assert [report.solver for report in solves][-1] == "Cholesky"
