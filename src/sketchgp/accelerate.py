@@ -59,9 +59,9 @@ def accelerate(
     Calling it again replaces the earlier choices.
 
     :param model: any ``gpytorch.models.ExactGP`` (BoTorch's ``SingleTaskGP`` is one).
-    :param preconditioner: :class:`RPCholesky`, :class:`Nystrom`,
-        :class:`NystromEigenPro`, :class:`FullScale`, None for none, or ``"auto"``: :class:`RPCholesky`, or from 5,000
-        rows with up to three features :class:`FullScale` where the pivots leave much.
+    :param preconditioner: :class:`RPCholesky`, :class:`Nystrom`, :class:`NystromEigenPro`, :class:`FullScale`, None for
+        none, or ``"auto"``: :class:`RPCholesky`, or from 5,000 rows with up to three features :class:`FullScale` where
+        the pivots leave much.
     :param solver: of the posterior mean: :class:`ConjugateGradients`, :class:`Cholesky`, :class:`ASkotch`,
         :class:`Skotch`, :class:`EigenPro2`, one of your own (:class:`sketchgp.solvers.Solver`), or ``"auto"``:
         conjugate gradients while a good preconditioner fits in memory, ASkotch beyond (the report of the solve says

@@ -274,6 +274,12 @@ BREAKS = (
         "too little is taken off the residual",
     ),
     Break(
+        "new = columns.mT - rows[kept] @ factor.mT",
+        "new = columns.mT",
+        LOWRANK,
+        "columns are not made orthogonal to earlier ones",
+    ),
+    Break(
         "total(held_rows(test).mT @ sketch)",
         "total(held_rows(test).mT @ held_rows(test))",
         LOWRANK,
@@ -320,6 +326,12 @@ BREAKS = (
         "largest = _SPREAD * decay * left / rank",
         PRECONDITIONERS,
         "eigenvalues that all points share ask for columns",
+    ),
+    Break(
+        "state = PartialCholesky(matrix, rank, weights, tol, enough, space)",
+        "state = PartialCholesky(matrix, rank, None, tol, enough, space)",
+        PRECONDITIONERS,
+        "pivots do not look at the noise",
     ),
     Break(
         "self._generator(), matrix.device, selection.scales)",

@@ -121,10 +121,6 @@ class PartialCholesky:
         self.residual[pivots] = 0
         self.pivots = torch.cat([self.pivots, pivots])
 
-    def low_rank(self, sequential: bool) -> LowRank:
-        """Return the factor."""
-        return LowRank(self.space.factor(self.columns.all()), self.pivots, self.residual, sequential)
-
 
 def nystrom_factor(sketch: Tensor, core: Tensor, resolution: float) -> Tensor:
     """F with ``F F^T = Y (W + shift I)^-1 Y^T`` for ``Y = K M`` (..., n, r) and ``W = M^T K M`` (..., r, r).

@@ -80,7 +80,7 @@ def rpcholesky(
         if len(kept):
             chosen = sent(drawn[kept].long(), matrix.device)
             state.add(_eliminated(state.space.columns(matrix, chosen), columns.factor, rows, kept, root), chosen)
-    return state.low_rank(sequential=method == "accelerated")
+    return LowRank(state.space.factor(columns.all()), state.pivots, state.residual, sequential=method == "accelerated")
 
 
 def _proposed(
