@@ -13,13 +13,12 @@ STYLES: dict[str, dict[str, Any]] = {
     "accelerated": {"color": "#0072B2", "linewidth": 2.6},
     "rpcholesky": {"color": "#56B4E9", "linewidth": 2.0, "linestyle": (0, (4, 1.5))},
     "gaussian": {"color": "#CC79A7", "linewidth": 1.8, "linestyle": "-."},
-    "greedy": {"color": "#009E73", "linewidth": 1.8},
     "uniform": {"color": "#E69F00", "linewidth": 1.8},
     "gpytorch": {"color": "#D55E00", "linewidth": 2.2, "linestyle": (0, (1, 1))},
     "none": {"color": "#555555", "linewidth": 1.6, "linestyle": (0, (5, 2))},
 }
 DARKER = {"rpcholesky": "#2B86BD", "uniform": "#B07800", "gaussian": "#B05088"}  # for letters
-ORDER = ("accelerated", "rpcholesky", "uniform", "greedy", "gaussian", "none", "gpytorch")
+ORDER = ("accelerated", "rpcholesky", "uniform", "gaussian", "none", "gpytorch")
 
 
 WITHOUT_RANK = ("none", "gpytorch", "automatic")  # run once a set; "automatic" chooses its own rank
