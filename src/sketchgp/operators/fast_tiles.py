@@ -150,7 +150,7 @@ class Distances:
             out[..., i.unsqueeze(1), j] = distances.square_().mul_(self.factor)
         if self.limits is not None:
             left, right, self.near = self.limits[0][..., rows, :], self.limits[1][..., columns], None
-            if bool(out.amin() < torch.maximum(left.amax(), right.amax())):
+            if not bool(out.amin() >= torch.maximum(left.amax(), right.amax())):  # where it is NaN, too
                 self.near = (out < left).logical_or_(out < right).nonzero(as_tuple=True)
             for where, difference in self.differences(rows, columns):
                 out[where] = difference.square().sum(dim=-1) * self.factor
