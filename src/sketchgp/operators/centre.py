@@ -37,14 +37,10 @@ class Centre:
         self._x, self._others = x.detach(), others
 
     @cached_property
-    def _cluster(self) -> Tensor:
-        return _largest_cluster(_some(self._x))
-
-    @cached_property
     def _typical(self) -> Tensor:
         """The median squared distance of the cluster's other points from the centre."""
-        few = self._cluster.shape[-2] < 3 and isinstance(self._others, Tensor)
-        cluster = _largest_cluster(_some(self._others.detach())) if few else self._cluster
+        few = self._x.shape[-2] < 3 and isinstance(self._others, Tensor)
+        cluster = _largest_cluster(_some(self._others.detach() if few else self._x))
         squares = (cluster - self.value).square().sum(dim=-1, keepdim=True)
         medians = _median(squares.masked_fill(squares == 0, torch.nan))
         return medians.amax() if medians.numel() else medians.new_zeros(())
@@ -52,7 +48,7 @@ class Centre:
     @cached_property
     def value(self) -> Tensor:
         """The centre itself, ``(..., 1, d)``, finite; without gradients."""
-        cluster = self._cluster
+        cluster = _largest_cluster(_some(self._x))
         if cluster.shape[-2] == 2:  # counted from the larger number the smaller one would lose digits
             cluster = cluster.gather(-2, cluster.nan_to_num(torch.inf).abs().argmin(dim=-2, keepdim=True))
         return _median(cluster)
