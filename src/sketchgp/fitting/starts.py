@@ -383,7 +383,7 @@ def centre_mean(model: Any) -> None:
 
 def _regress(model: Any, mean: LinearMean) -> None:
     """Add the least squares fit of the residual to a linear mean, where that is one of fewer inputs than rows."""
-    x, before, residual = model.train_inputs[0].double().cpu(), mean_square(model), _residual(model)
+    x, residual = model.train_inputs[0].double().cpu(), _residual(model)
     if residual is None or x.dim() != 2 or mean.weights.shape != (x.shape[1], 1) or len(x) < _REGRESSED * x.shape[1]:
         return
     design = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)[~torch.isnan(model.train_targets).cpu()]
@@ -391,7 +391,7 @@ def _regress(model: Any, mean: LinearMean) -> None:
     kept = mean.weights.clone(), mean.bias.clone()
     mean.weights.add_(change[:-1, None].to(mean.weights))
     mean.bias.add_(change[-1].to(mean.bias))
-    if not mean_square(model) < before:  # the mean sees other inputs
+    if not mean_square(model) < float(residual.square().mean()):  # the mean sees other inputs
         mean.weights.copy_(kept[0])
         mean.bias.copy_(kept[1])
 
