@@ -204,6 +204,20 @@ def test_models(dtype, fixed):
     assert relative(found_mean, mean) < 1e-4 and relative(found_variance, variance) < 1e-3
 
 
+def test_the_mean_alone_is_trained():
+    """Where no tensor of the preconditioner needs a gradient, its derivative is none."""
+    x = points(N, 2)
+    model = Plain(x, torch.sin(6 * x[:, 0]), GaussianLikelihood(), KERNELS["matern"](), gpytorch.means.ConstantMean())
+    model.double().requires_grad_(False)
+    model.mean_module.requires_grad_(True)
+    with dense():
+        _, gradient = marginal(model)
+    sketchgp.accelerate(model, preconditioner=FullScale(rank=5, neighbors=6))
+    with iterative(tol=1e-8):
+        _, found = marginal(model)
+    assert gradient_error(found, gradient) < 1e-6
+
+
 def test_the_gradient_is_that_of_the_estimate():
     """Of a loss with few neighbours, so that the probes count: by differences."""
     x = points(N, 2)

@@ -29,7 +29,8 @@ class Selection:
     ``F = K(:, S) L^-T``, where it is known; ``shift``, a number or (..., 1), is added to the noise on P's diagonal;
     ``scales`` (..., n) multiply the rows of a dense test matrix.  ``left`` (...) is the share of the trace of
     ``D^-1 K`` that F left, for the noise D at that time; ``excess`` (...) its amount, ``sum(residual / noise)``.
-    ``test`` (n, r) is the test matrix, where it is kept; ``columns`` is r.
+    ``test`` (n, r) is the test matrix, where it is kept; ``columns`` is r.  ``neighbors`` are those of
+    :class:`.FullScale`, the order and N.
     """
 
     factor: Factor
@@ -41,6 +42,7 @@ class Selection:
     left: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     excess: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     test: Factor | None = None
+    neighbors: Any = None
     columns: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -26,9 +26,9 @@ Sigrist, "Iterative methods for full-scale Gaussian process approximations for l
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from ..operators.tiles import spans
 from ..random_streams import generator
 from ..space import Space, square_norms
 from .base import Preconditioner, Selection, noise_of_each
-from .low_rank import LowRank, pivoted_factor, shifted_cholesky
+from .low_rank import LowRank, shifted_cholesky
 from .rank import Costs, RankByCost
 from .rpcholesky import rpcholesky
 
@@ -248,6 +248,10 @@ class FullScaleFactor:
         of_determinant: Tensor,
     ) -> tuple[Tensor | None, ...]:
         """Return gradients for :attr:`tensors`; see :meth:`.LowRankPlusDiagonal.sampled_derivative`."""
+        live = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        wanted = [t for t in live if t.requires_grad]
+        if not wanted:
+            return (None,) * len(live)
         y, w, g, h = (v.to(torch.float64) for v in (columns, weights, of_samples, of_determinant))
         factor = self.factor
         of_factor = 2 * (y * w) @ (y.mT @ factor) + g @ low_rank_noise.mT
@@ -256,68 +260,35 @@ class FullScaleFactor:
         c = torch.cat([2 * w * back, self._coloured_back(g)], dim=1)
         t, e = c.shape[1], torch.linalg.solve_triangular(self.root, factor.mT, upper=False).mT
         vectors = torch.cat([self._coloured(back), self._coloured(full_noise), e], dim=1)  # a, E
-        total = _Total(tensors)
-        tree = self.operator.representation_tree()
+        matrix, noise = partial(self.operator.representation_tree(), *live[:-1]), live[-1]
         with torch.enable_grad():
             for rows in self.neighbors.blocks(self.rank):
                 index, known = self.neighbors.rows(rows)
                 part = factor[index].requires_grad_()
-                matrix, noise = tree(*total.live[:-1]), total.live[-1]
-                b, v = _regression(blocks_of(matrix, index), part, noise[index], known)
+                b, v = _regression(blocks_of(matrix(), index), part, noise[index], known)
                 rest = vectors[index]
                 white = (rest[:, 0] - (b.unsqueeze(1) @ rest[:, 1:]).squeeze(1)) / v.sqrt().unsqueeze(1)
                 value = h * (v.log().sum() + white[:, t:].square().sum()) - (c[rows] * white[:, :t]).sum()
-                (of_part,) = total.add(value, part)
-                of_factor.index_add_(0, index.flatten(), of_part.flatten(0, 1))
+                value.backward(inputs=[part, *wanted])
+                assert part.grad is not None
+                of_factor.index_add_(0, index.flatten(), part.grad.flatten(0, 1))
             if self.rank:
-                self._of_pivots(total, of_factor)
-        return total.gradients
+                self._of_pivots(matrix, wanted, of_factor)
+        return tuple(t.grad for t in live)
 
-    def _of_pivots(self, total: _Total, of_factor: Tensor) -> None:
+    def _of_pivots(self, matrix: Callable[[], Any], wanted: list[Tensor], of_factor: Tensor) -> None:
         """Add what F is made of, ``F = K(:, S) L^-T`` with ``L L^T = K_SS``, by blocks of rows, from its gradient."""
-        pivots, tree = self.pivots, self.operator.representation_tree()
+        pivots = self.pivots
         assert pivots is not None
-
-        def core() -> Tensor:
-            block = Access(tree(*total.live[:-1])).block(pivots, pivots)
-            return shifted_cholesky(block, torch.finfo(block.dtype).eps)
-
-        with torch.no_grad():
-            known = core()
-        of_root = torch.zeros_like(known)
+        block = Access(matrix()).block(pivots, pivots)
+        live_root = shifted_cholesky(block, torch.finfo(block.dtype).eps)
+        root = live_root.detach().requires_grad_()
         everything = torch.arange(len(of_factor), device=of_factor.device)
         for rows in spans(len(of_factor), max(1, _ENTRIES // len(pivots))):
-            root = known.clone().requires_grad_()
-            part = Access(tree(*total.live[:-1])).block(everything[rows], pivots)
+            part = Access(matrix()).block(everything[rows], pivots)
             factor = torch.linalg.solve_triangular(root, part.mT, upper=False)
-            of_root += total.add((factor * of_factor[rows].mT).sum(), root)[0]
-        total.add((core() * of_root).sum())
-
-
-class _Total:
-    """Gradients for tensors, added up over scalars.
-
-    :param tensors: with the flags that say which need a gradient.
-    :ivar live: the same as leaves.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.live = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        self._wanted = [t for t in self.live if t.requires_grad]
-        self._sums = [torch.zeros_like(t) for t in self._wanted]
-
-    def add(self, value: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """Add the gradients of a scalar, and return those for further tensors."""
-        found = torch.autograd.grad(value, (*others, *self._wanted), allow_unused=True, materialize_grads=True)
-        for total, gradient in zip(self._sums, found[len(others) :], strict=True):
-            total += gradient
-        return found[: len(others)]
-
-    @property
-    def gradients(self) -> tuple[Tensor | None, ...]:
-        """The sums, None for tensors without a gradient."""
-        sums = iter(self._sums)
-        return tuple(next(sums) if t.requires_grad else None for t in self.live)
+            (factor * of_factor[rows].mT).sum().backward(inputs=[root, *wanted])
+        live_root.backward(root.grad, inputs=wanted)
 
 
 def _regression(block: Tensor, part: Tensor, noise: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
@@ -448,16 +419,6 @@ def _keep(near: Tensor, candidates: Tensor, start: int) -> None:
 # --- the choice -----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class FullScaleSelection(Selection):
-    """Pivots and neighbours.
-
-    :ivar neighbors: order and N.
-    """
-
-    neighbors: Neighbors | None = None
-
-
 @dataclass(frozen=True)
 class FullScale(Preconditioner):
     """Pivots of RPCholesky, and regressions of each row on its neighbours: near and far in one preconditioner.
@@ -512,10 +473,8 @@ class FullScale(Preconditioner):
             )
         chosen = super().select(matrix, noise)
         assert isinstance(chosen.factor, Tensor)
-        neighbors = neighbors_of(matrix, chosen.factor, noise, self.neighbors or _NEIGHBORS, self.seed)
-        return FullScaleSelection(
-            chosen.factor, chosen.pivots, left=chosen.left, excess=chosen.excess, neighbors=neighbors
-        )
+        chosen.neighbors = neighbors_of(matrix, chosen.factor, noise, self.neighbors or _NEIGHBORS, self.seed)
+        return chosen
 
     @torch.no_grad()
     def serves(self, selection: Selection, matrix: Access, factor: Any, noise: Tensor) -> bool:
@@ -523,7 +482,6 @@ class FullScale(Preconditioner):
 
         Of some rows the neighbours must have most of the correlations that the best ones now have.
         """
-        assert isinstance(selection, FullScaleSelection) and selection.neighbors is not None
         if not super().serves(selection, matrix, factor, noise):
             return False
         order, near = selection.neighbors.order, selection.neighbors.near
@@ -534,17 +492,14 @@ class FullScale(Preconditioner):
         held, best = tile.gather(1, near[rows]).clamp(min=0), tile.topk(near.shape[1], dim=1).values.clamp(min=0)
         return bool(held.sum() >= _STILL * best.sum())
 
+    @torch.no_grad()
     def factor(self, matrix: Access, selection: Selection) -> Tensor:
         """Return F of the present K, without gradients: P is differentiated in what K is made of."""
-        assert selection.pivots is not None
-        factor = pivoted_factor(matrix, selection.pivots).factor
-        assert isinstance(factor, Tensor)
-        return factor
+        return super().factor(matrix, selection)
 
     def assemble(
         self, matrix: Access, diagonal: Tensor, selection: Selection, factor: Any, moving: Any, live: bool
     ) -> tuple[Any, Any]:
-        assert isinstance(selection, FullScaleSelection) and selection.neighbors is not None
         operator = evaluated_accurately(matrix.source)
         built = FullScaleFactor(
             operator, diagonal, factor.detach(), selection.neighbors, selection.pivots, matrix.source.dtype
