@@ -67,10 +67,6 @@ class Space:
         """Gather one number of each row, ``(..., h)`` to ``(..., n)``."""
         return own
 
-    def to_write(self, own: Tensor) -> Tensor:
-        """Return all rows on the rank that writes checkpoints, and the argument elsewhere."""
-        return own
-
     def rows(self, own: Tensor, indices: Tensor) -> Tensor:
         """Fetch rows ``(..., k, t)`` at ``indices`` ``(k,)`` of all n rows."""
         return own[..., indices, :]
@@ -90,10 +86,6 @@ class Space:
         """Sum over all ranks what each has summed over its rows."""
         return part
 
-    def largest(self, own: Tensor) -> Tensor:
-        """Return the maximum over all rows of numbers that are not negative, ``(..., t)``."""
-        return own.amax(dim=-2)
-
     def all(self, here: bool) -> bool:
         """Return whether a condition holds on all ranks."""
         return here
@@ -105,10 +97,6 @@ class Space:
     def norm(self, a: Tensor) -> Tensor:
         """Norm of each column, ``(..., t)``."""
         return a.norm(dim=-2)
-
-    def norm_and_dot(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return :meth:`norm` of a and :meth:`dot` of both, by one message between ranks."""
-        return self.norm(a), self.dot(a, b)
 
     def product(self, of: Callable[[Tensor], Tensor], vectors: Tensor) -> Tensor:
         """Multiply by a matrix.
@@ -160,10 +148,6 @@ class SharedSpace(Space):
     def numbers(self, own: Tensor) -> Tensor:
         return self.shards.gather(own, self.n, dim=-1)
 
-    def to_write(self, own: Tensor) -> Tensor:
-        whole = self.whole(own)
-        return whole if self.shards.rank == 0 else own
-
     def rows(self, own: Tensor, indices: Tensor) -> Tensor:
         return self.shards.rows(own.movedim(-2, 0), indices, self.n).movedim(0, -2)
 
@@ -177,19 +161,11 @@ class SharedSpace(Space):
     def total(self, part: Tensor) -> Tensor:
         return self.shards.sum(part)
 
-    def largest(self, own: Tensor) -> Tensor:
-        most = own.amax(dim=-2, keepdim=True) if own.shape[-2] else own.new_zeros(*own.shape[:-2], 1, own.shape[-1])
-        return self.shards.gather(most, self.shards.count).amax(dim=-2)
-
     def all(self, here: bool) -> bool:
         return bool(self.shards.agree(here, min))
 
     def norm(self, a: Tensor) -> Tensor:
         return self.dot(a, a).sqrt()
-
-    def norm_and_dot(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        squares, dots = self.total(torch.stack([(a * a).sum(dim=-2), (a * b).sum(dim=-2)]))
-        return squares.sqrt(), dots
 
     def apply_inverse(self, preconditioner: Any, vectors: Tensor) -> Tensor:
         return preconditioner.apply_inverse_to_rows(vectors, self)
