@@ -13,7 +13,7 @@ import pytest
 import torch
 from gpytorch.constraints import GreaterThan, Interval
 from gpytorch.kernels import LinearKernel, MaternKernel, PolynomialKernel, RBFKernel, ScaleKernel, SpectralMixtureKernel
-from gpytorch.likelihoods import GaussianLikelihood
+from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from gpytorch.means import ConstantMean, LinearMean, ZeroMean
 
 import sketchgp
@@ -224,6 +224,20 @@ def test_far_rows_and_a_kernel_of_inner_products() -> None:
     alone = 0.5 * math.log(2 * math.pi * math.e * float(y.var()))
     assert history.best_loss < alone, "noise alone explains the targets better"
     assert "not sure" not in str(history)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_starts_without_lengthscales_are_called_what_they_are(fixed: bool) -> None:
+    """By their noise, each once; by the output scale where the noise is given."""
+    x, y = rows()
+    model = Model(x, y, ZeroMean(), ScaleKernel(PolynomialKernel(power=2)))
+    if fixed:
+        model.likelihood = FixedNoiseGaussianLikelihood(torch.full((60,), 0.3, dtype=torch.float64))
+    (said,) = [note for note in sketchgp.fit(sketchgp.accelerate(model)).notes if " starts: " in note]
+    names = [word.removeprefix("from ").rpartition(" ")[0] for word in said.partition(": ")[2].split(", ")]
+    others = ["their output scale"] if fixed else ["little noise", "hardly any noise"]
+    assert names[: len(others) + 1] == ["the first one", *others] and len(set(names)) == len(names)
+    assert "lengthscales" not in said
 
 
 def test_a_loss_above_that_of_noise_is_noted() -> None:

@@ -340,13 +340,18 @@ def raise_noise(objective: Objective) -> str:
 
 
 @torch.no_grad()
-def set_noise(model: Any, share: float) -> None:
-    """Set the noises that a fit may change to a share of the targets' variance, or more next to their limit."""
+def set_noise(model: Any, share: float) -> bool:
+    """Set the noises that a fit may change to a share of the targets' variance, or more next to their limit.
+
+    :returns: whether there are any.
+    """
     variance = targets_variance(model)
-    for parameter, constraint in _noises(model) if variance else ():
+    noises = _noises(model) if variance else []
+    for parameter, constraint in noises:
         limit = max(float(constraint.lower_bound.max()), 0.0)
         wanted = max(share * variance, limit + min(_ABOVE * limit, _WITHIN * variance))
         parameter.copy_(constraint.inverse_transform(inside(torch.full_like(parameter, wanted), constraint)))
+    return bool(noises)
 
 
 def targets_variance(model: Any) -> float:
