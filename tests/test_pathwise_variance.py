@@ -32,13 +32,14 @@ from sketchgp import (
     ConvergenceWarning,
     EigenPro4,
     InducingPointGP,
+    InducingPointProblem,
     InputError,
     LaplaceKernel,
     SketchySAGA,
     predict,
     record_solves,
 )
-from sketchgp.inference.pathwise import ErrorPaths
+from sketchgp.inference.pathwise import OF_PREDICTOR, Deviations
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.random_features import PriorPaths
 
@@ -273,21 +274,18 @@ def test_covariance(few_frequencies):
 
 def test_errors_are_of_the_predictor(few_frequencies):
     """Exactly, of the functions and noises that were drawn; the noises are what they should be."""
-    kernel, x, z, seen = _kernel("matern32-ard"), points(N), points(M, seed=9), []
+    kernel, x, z = _kernel("matern32-ard"), points(N), points(M, seed=9)
     noise = torch.linspace(0.01, 1.0, N, dtype=torch.float64)
-
-    def solve(problem):
-        seen.append(problem.y)
-        return QR().solve(problem)
-
     with torch.no_grad():
-        errors = ErrorPaths(kernel, x, z, noise, 3000, solve)
+        errors = Deviations(kernel, z, 3000, purpose=OF_PREDICTOR)
+        targets = errors.targets(x, noise)
+        errors.weights = QR().solve(InducingPointProblem(kernel, x, targets, noise, z)).value
         kzx = kernel(z, x).to_dense()
-        weights = torch.linalg.solve((kzx / noise) @ kzx.mT + kernel(z).to_dense(), (kzx / noise) @ seen[0])
+        weights = torch.linalg.solve((kzx / noise) @ kzx.mT + kernel(z).to_dense(), (kzx / noise) @ targets)
         wanted = errors.prior(TEST) - kernel(TEST, z).to_dense() @ weights
         assert relative(errors(TEST), wanted) < 1e-8
         assert relative(errors(TEST.reshape(1, 11, 1, 3)), wanted.reshape(1, 11, 1, -1)) < 1e-8
-        drawn = seen[0] - errors.prior(x)
+        drawn = targets - errors.prior(x)
     assert float((drawn.square().mean(dim=1) / noise - 1).abs().max()) < 4.5 * math.sqrt(2 / 3000)
     assert float((drawn @ drawn.mT / 3000 / noise.outer(noise).sqrt()).fill_diagonal_(0).abs().max()) < 0.1
     assert float((drawn * errors.prior(x)).mean().abs()) < 0.01

@@ -151,13 +151,13 @@ def test_the_residual_is_that_of_all_solves(monkeypatch):
     seen = {}
 
     class Watched(SampleSolve):
-        def __call__(self, targets):
-            seen["targets"] = targets
-            return super().__call__(targets)
-
-        def refined(self, deviations):
-            seen["weights"], report = super().refined(deviations)
+        def __call__(self, deviations, noise):
+            seen["weights"], report = super().__call__(deviations, noise)
             return seen["weights"], report
+
+        def _solve(self, solver, targets, before=None):
+            seen.setdefault("targets", targets)
+            return super()._solve(solver, targets, before)
 
     monkeypatch.setattr("sketchgp.posterior_samples.SampleSolve", Watched)
     with gpytorch.settings.max_cholesky_size(20):

@@ -18,7 +18,7 @@ from .checks import count, inputs, instance, points_like, same_points, tensor, w
 from .errors import ConvergenceWarning, InputError, NumericalError, warn
 from .fingerprint import Held, data_key, module_key, tensor_key
 from .inference.collapsed import Collapsed
-from .inference.pathwise import ErrorPaths, expansion
+from .inference.pathwise import OF_PREDICTOR, Deviations, expansion
 from .memory import in_words, require_memory
 from .models.accelerated.targets import check_training_data
 from .models.inducing_covariance import (
@@ -72,7 +72,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         (``n m^2`` operations, ``O(m^2)`` memory).
       - ``"samples"``: the mean squared error of the predictor ``k(., z) W`` under the prior, an average over
         ``variance_samples`` functions drawn from the prior that the solver is given in place of the data, with no
-        m x m matrix (:class:`sketchgp.inference.pathwise.ErrorPaths`).  It has no bias, a relative standard deviation
+        m x m matrix (:class:`sketchgp.inference.pathwise.Deviations`).  It has no bias, a relative standard deviation
         of ``sqrt(2 / variance_samples)``, and lies above the variance of the exact posterior but for that.  It is not
         the formula of DTC, which takes the data for drawn from q: where q differs from k the two differ, and DTC's is
         often the larger.  It knows kernels with random features: RBF, Matern, rational quadratic, periodic, Laplace,
@@ -246,9 +246,17 @@ class InducingPointGP(gpytorch.models.ExactGP):
         """
         return self._remember("errors", self._drawn).solution
 
-    def _drawn(self) -> ErrorPaths:
-        noise, z = self.noise().to(torch.float64), self.inducing_points.detach()
-        return ErrorPaths(self.covar_module, self._x, z, noise, self.variance_samples, self._solve)
+    def _drawn(self) -> Deviations:
+        z, samples = self.inducing_points.detach(), self.variance_samples
+        return self._solve_errors(Deviations(self.covar_module, z, samples, purpose=OF_PREDICTOR), self._x)
+
+    def _solve_errors(self, errors: Deviations, x: Tensor) -> Deviations:
+        """Return errors with their weights, from targets at training inputs x as the kernel sees them."""
+        noise = self.noise().to(torch.float64)
+        targets = errors.targets(x, noise).to(x.dtype)
+        errors.solution = self._solve(InducingPointProblem(errors.kernel, x, targets, noise, errors.points))
+        errors.weights = errors.solution.value
+        return errors
 
     def _swept(self) -> Collapsed:
         """Return the statistics for variances of DTC.

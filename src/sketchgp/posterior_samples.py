@@ -15,7 +15,7 @@ from .accelerate import acceleration_of
 from .checks import count, found
 from .checks import seed as checked_seed
 from .errors import InputError
-from .inference.pathwise import ErrorPaths, PosteriorDeviations, expansion
+from .inference.pathwise import OF_PREDICTOR, Deviations, expansion
 from .models.accelerated.acceleration import ATTRIBUTE
 from .models.accelerated.conditioned import Conditioned, check_inputs
 from .models.accelerated.mixins import plain_class
@@ -265,17 +265,10 @@ def _of_accelerated(model: Any, samples: int, seed: int, frequencies: int | None
     solution_report(model)
     of_mean = model.prediction_strategy.weights.detach().to(torch.float64)
     for index, part in zip(indices, parts, strict=True):
+        own_seed = salted(seed, f"functions of output {index[0]}") if index else seed
+        deviations = Deviations(of_all_dims(part.kernel), part.x1.clone(), samples, own_seed, frequencies)
         solve = SampleSolve(training, index, seed if frequencies is None else None)
-        deviations = PosteriorDeviations(
-            of_all_dims(part.kernel),
-            part.x1.clone(),
-            training.noise.expand(*batch, -1)[index],
-            samples,
-            solve,
-            salted(seed, f"functions of output {index[0]}") if index else seed,
-            frequencies,
-        )
-        weights, report = solve.refined(deviations)
+        weights, report = solve(deviations, training.noise.expand(*batch, -1)[index])
         weights = of_mean[index].unsqueeze(1) - weights
         outputs.append(_Output(deviations.prior, deviations.kernel, deviations.points, weights))
         reports.append(report)
@@ -294,8 +287,7 @@ def _of_inducing_points(model: Any, samples: int, seed: int, frequencies: int | 
     recognise_waves(kernel, _ADVICE, _OWNER)
     mean_weights = model.solution.value.reshape(len(z.x1), -1)
     columns = samples * mean_weights.shape[1]
-    noise = model.noise().to(torch.float64)
-    errors = ErrorPaths(kernel, x.x1, z.x1.clone(), noise, columns, model._solve, seed, frequencies)
+    errors = model._solve_errors(Deviations(kernel, z.x1.clone(), columns, seed, frequencies, OF_PREDICTOR), x.x1)
     outputs = []
     for number, column in enumerate(mean_weights.unbind(1)):
         which = slice(number * samples, (number + 1) * samples)

@@ -94,7 +94,7 @@ class variance(_Setting):
       exact variances of 60 training points that are left out right on the average; one solve with 64 columns for any
       number of test points.  Their scatter there is the standard error.
     - ``"samples"``: the mean square of ``variance_samples`` draws of the posterior about its mean
-      (:class:`sketchgp.inference.pathwise.PosteriorDeviations`), averaged with the low-rank variance by the inverse of
+      (:class:`sketchgp.inference.pathwise.Deviations`), averaged with the low-rank variance by the inverse of
       their squared standard errors; one solve with as many columns more.  For kernels with random features: RBF,
       Matern, rational quadratic, periodic, Laplace and constant kernels, their sums and products.
     - ``"auto"``: exact while that takes at most three times as long; else low-rank where its standard error is at most

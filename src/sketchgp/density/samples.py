@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..inference.pathwise import sample_targets
+from ..inference.pathwise import Deviations
 from ..operators import KernelMatrix
 from ..operators.expression import recognise
 from ..operators.first_order import in_callers_context
@@ -104,8 +104,8 @@ class Samples(LogDensity):
 
     def _drawn(self, system: System) -> Tensor:
         """Return z, ``(n, count)`` float64: the targets of :func:`sketchgp.sample_posterior` with this seed."""
-        matrix = system.operator
-        return sample_targets(kernel_of(matrix), matrix.x1.detach(), system.noise, self.count, self.seed)
+        x = system.operator.x1.detach()
+        return Deviations(kernel_of(system.operator), x, self.count, self.seed).targets(x, system.noise)
 
 
 def _copied(system: System) -> System:

@@ -13,7 +13,6 @@ features for large-scale kernel machines" (NeurIPS 2007).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,32 +22,55 @@ from ..operators import KernelMatrix
 from ..operators.random_features import PriorPaths
 from ..operators.tall import constant
 from ..random_streams import generator
-from ..report import SolveReport
-from ..solvers import InducingPointProblem, Solution
+from ..solvers import Solution
 
-_POSTERIOR = "functions and noises of posterior samples"
+OF_PREDICTOR = "functions and noises of pathwise variances"  # purpose of those of inducing points
 
 
-class _Deviations:
-    """``f_s(x) - k(x, points) W_s`` of S functions from the prior.
+class Deviations:
+    """``d_s(x) = f_s(x) - k(x, points) W_s`` of S functions from the prior; whoever solves for W puts it here.
 
+    Of a full problem, with the training inputs X as points and ``W = (K + D)^-1 (f(X) + D^(1/2) xi)``, they are the
+    deviations of S samples of the posterior from its mean: ``E d d^T`` is its covariance.  A solve that ends early adds
+    to the variance the mean square of what its weights are off by there.
+
+    Of inducing points z, they are the errors of the predictor ``G = k(., z) (Kzx D^-1 Kxz + Kzz)^-1 Kzx D^-1``.  With
+    K the prior covariance, ``E d d^T`` is ``K - G Kx. - (G Kx.)^T + G (Kxx + D) G^T``: at least the covariance of the
+    exact posterior, whose mean is the best linear predictor.  A solve that ends early makes a worse predictor, and the
+    errors are then of that one.
+
+    One solve with S columns and ``n S L`` cosines a term of the kernel (:class:`PriorPaths`); O((n + m + L d) S) memory
+    beside tiles and what the solver needs.
+
+    :param kernel: a GPyTorch kernel without batch.
     :param points: ``(m, d)``, whose mean phases are counted from.
-    :param purpose: of the random numbers; :param frequencies: of a function, None for 1024.
+    :param samples: S.  A mean square of them has a relative standard deviation of ``sqrt(2 / S)``; of inducing points a
+        larger one below a millionth or so of the prior's variance, where it hangs on frequencies that are seldom drawn.
+    :param seed: of functions and noises; :param frequencies: of each function, None for 1024.
+    :param purpose: of the random numbers.
+    :raises InputError: for a kernel without random features.
 
-    :ivar weights: ``(m, S)``, float64.
+    :ivar weights: W ``(m, S)``, float64; :ivar solution: whose value they are, for inducing points.
     """
 
     weights: Tensor
+    solution: Solution
 
     def __init__(
-        self, kernel: Any, points: Tensor, samples: int, seed: int, purpose: str, frequencies: int | None = None
+        self,
+        kernel: Any,
+        points: Tensor,
+        samples: int,
+        seed: int = 0,
+        frequencies: int | None = None,
+        purpose: str = "functions and noises of posterior samples",
     ) -> None:
         self._stream = generator(seed, purpose)
         self.kernel, self.points, self.samples = kernel, points, samples
         self.prior = PriorPaths(kernel, points.mean(dim=0, keepdim=True), samples, self._stream, frequencies)
 
     def targets(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Return ``f(x) + noise^(1/2) xi``, ``(n, S)`` float64."""
+        """Return ``f(x) + noise^(1/2) xi``, ``(n, S)`` float64: draws of ``N(0, K + D)``."""
         targets = self.prior(x)
         unit = torch.randn(targets.shape, dtype=torch.float64, generator=self._stream).to(x.device)
         return targets + unit.mul_(noise.to(torch.float64).sqrt().unsqueeze(1))
@@ -58,90 +80,6 @@ class _Deviations:
         flat = x.reshape(-1, x.shape[-1])
         values = self.prior(flat) - expansion(self.kernel, flat, self.points, self.weights)
         return values.reshape(*x.shape[:-1], self.samples)
-
-
-def sample_targets(kernel: Any, x: Tensor, noise: Tensor, samples: int, seed: int) -> Tensor:
-    """Return ``f_s(X) + D^(1/2) xi_s`` of :class:`PosteriorDeviations` with this seed and 1024 frequencies.
-
-    They are draws of ``N(0, K + D)``, ``(n, S)`` float64.
-
-    :param x: ``(n, d)``; :param noise: ``(n,)``.
-    """
-    return _Deviations(kernel, x, samples, seed, _POSTERIOR).targets(x, noise)
-
-
-class PosteriorDeviations(_Deviations):
-    """``d_s(x) = f_s(x) - k(x, X) v_s`` with ``v_s = (K + D)^-1 (f_s(X) + D^(1/2) xi_s)``: deviations of S samples
-    of the posterior from its mean, so that ``E d d^T`` is its covariance.
-
-    One solve with S columns and ``n S L`` cosines a term of the kernel (:class:`PriorPaths`); ``O((n + L d) S)`` memory
-    beside tiles and what the solver needs.  A solve that ends early adds to the variance the mean square of what its
-    weights are off by there.
-
-    :param kernel: a GPyTorch kernel without batch.
-    :param x: ``(n, d)`` training inputs.
-    :param noise: ``(n,)`` variances.
-    :param samples: S.  A mean square of them has a relative standard deviation of ``sqrt(2 / S)``.
-    :param solve: gives the weights ``(n, S)`` of targets ``(n, S)``, both float64, and the report of the solve.
-    :param seed: of functions and noises.
-    :param frequencies: of each function; None is 1024.
-    :raises InputError: for a kernel without random features.
-
-    :ivar weights: v, ``(n, S)`` float64; :ivar report: of the solve.
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        x: Tensor,
-        noise: Tensor,
-        samples: int,
-        solve: Callable[[Tensor], tuple[Tensor, SolveReport]],
-        seed: int = 0,
-        frequencies: int | None = None,
-    ) -> None:
-        super().__init__(kernel, x, samples, seed, _POSTERIOR, frequencies)
-        self.weights, self.report = solve(self.targets(x, noise))
-
-
-class ErrorPaths(_Deviations):
-    """Errors ``e_s(x) = f_s(x) - k(x, z) W_s`` of S samples; ``E e e^T`` is the covariance of the predictor's error.
-
-    With ``G = k(., z) (Kzx D^-1 Kxz + Kzz)^-1 Kzx D^-1`` the predictor, D the noises and K the prior covariance, it is
-    ``K - G Kx. - (G Kx.)^T + G (Kxx + D) G^T``: at least the covariance of the exact posterior, whose mean is the best
-    linear predictor.  A solve that ends early makes a worse predictor, and the errors are then of that one.
-
-    One solve with S columns and ``n S L`` cosines a term of the kernel (:class:`PriorPaths`); O((n + m + L d) S) memory
-    beside tiles and what the solver needs.
-
-    :param kernel: a GPyTorch kernel without batch.
-    :param x: ``(n, d)``; :param z: ``(m, d)`` inducing points.
-    :param noise: ``(n,)`` variances, float64.
-    :param samples: S.  A variance has a relative standard deviation of ``sqrt(2 / S)``, and a larger one below a
-        millionth or so of the prior's, where it hangs on frequencies that are seldom drawn.
-    :param solve: gives the solution of a problem with targets ``(n, S)``.
-    :param seed: of functions and noises.
-    :param frequencies: of each function; None is 1024.
-    :raises InputError: for a kernel without random features.
-
-    :ivar solution: the weights ``(m, S)`` and the report of the solve.
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        x: Tensor,
-        z: Tensor,
-        noise: Tensor,
-        samples: int,
-        solve: Callable[[InducingPointProblem], Solution],
-        seed: int = 0,
-        frequencies: int | None = None,
-    ) -> None:
-        super().__init__(kernel, z, samples, seed, "functions and noises of pathwise variances", frequencies)
-        targets = self.targets(x, noise)
-        self.solution = solve(InducingPointProblem(kernel, x, targets.to(x.dtype), noise, z))
-        self.weights = self.solution.value
 
 
 def expansion(kernel: Any, x: Tensor, z: Tensor, weights: Tensor) -> Tensor:

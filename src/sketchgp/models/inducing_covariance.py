@@ -175,7 +175,7 @@ class SparseFormula(Formula):
 class PathwiseFormula(Formula):
     """``E E^T / S`` of errors E ``(..., p, S)`` at points x ``(..., p, d)``: a predictor's error, by samples.
 
-    :param errors: gives the :class:`.ErrorPaths`, or others, which are computed when they are first needed.
+    :param errors: gives the :class:`.Deviations`, or others, which are computed when they are first needed.
     :param root: ``E / sqrt(S)``, where it is known.
     """
 

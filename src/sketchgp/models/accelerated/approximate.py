@@ -14,11 +14,10 @@ from torch import Tensor
 
 from ...errors import ConvergenceWarning, InputError, warn
 from ...inference.calibrated import Calibrated
-from ...inference.pathwise import PosteriorDeviations
+from ...inference.pathwise import Deviations
 from ...operators.expression import recognise
 from ...operators.tiles import spans
 from ...random_streams import generator, salted
-from ...report import SolveReport
 from ...solvers.energy import Goal, JoinedGoals, LeaveOneOutGoal, SampleGoal, VarianceGoal
 from ...solvers.solver import kernel_of
 
@@ -82,7 +81,7 @@ class Approximate:
         return self.training.remembered.low_rank
 
     @property
-    def deviations(self) -> PosteriorDeviations:
+    def deviations(self) -> Deviations:
         """Posterior samples, remembered or computed now by a solve with a column for each.
 
         :raises InputError: for a kernel without random features.
@@ -90,15 +89,11 @@ class Approximate:
         remembered, samples = self.training.remembered, self.training.acceleration.variance_samples
         if remembered.deviations is None or remembered.deviations.samples != samples:
             with torch.no_grad():
-                kernel, seed = kernel_of(self.matrix), salted(0, "samples of variances")
-                remembered.deviations = PosteriorDeviations(
-                    kernel, self.matrix.x1, self.noise, samples, self._solve, seed
-                )
+                x, seed = self.matrix.x1, salted(0, "samples of variances")
+                drawn = Deviations(kernel_of(self.matrix), x, samples, seed)
+                drawn.weights = self.training.solve_block(drawn.targets(x, self.noise), self._goal())[0].weights
+                remembered.deviations = drawn
         return remembered.deviations
-
-    def _solve(self, targets: Tensor) -> tuple[Tensor, SolveReport]:
-        result, report = self.training.solve_block(targets, self._goal())
-        return result.weights, report
 
     def _goal(self) -> SampleGoal:
         """Return the goal of a solve for samples, by the energy that it leaves out of the targets, n in expectation.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConvergenceWarning, NumericalError, warn
-from ...inference.pathwise import PosteriorDeviations
+from ...inference.pathwise import Deviations
 from ...operators.tiles import logger
 from ...random_streams import generator
 from ...report import SolveReport, shortfall_counted
@@ -42,7 +42,6 @@ class SampleSolve:
         self.acceleration, system = training.acceleration, training.system
         self.system = system.element(index, system.batch_shape) if system.batch_shape else system
         self.solver, self.why = self._chosen(training.noisy.factorizes_solves)
-        self.targets: Tensor | None = None
         known = self.acceleration.solutions
         self._start = known.samples if known is not None and known.seed == seed else None
 
@@ -65,22 +64,18 @@ class SampleSolve:
             and (isinstance(given, str) or not isinstance(getattr(given, "tol", 0.0), float))
         )
 
-    def __call__(self, targets: Tensor) -> tuple[Tensor, SolveReport]:
-        """Return the weights of targets ``(n, S)``, both float64, to the solver's tolerance, and the report."""
-        self.targets = targets if self._open else None
-        with shortfall_counted() if self._open else nullcontext():
-            return self._solve(self.solver, targets, self._start)
-
     @torch.no_grad()
-    def refined(self, deviations: PosteriorDeviations) -> tuple[Tensor, SolveReport]:
+    def __call__(self, deviations: Deviations, noise: Tensor) -> tuple[Tensor, SolveReport]:
         """Return the weights ``(n, S)`` of samples, refined by further solves where they need it, and the report.
 
         :raises NumericalError: where most samples would be more than a deviation off, and the user set no limit.
         """
-        weights, report = deviations.weights, deviations.report
-        if self.targets is None:
+        targets = deviations.targets(deviations.points, noise)
+        with shortfall_counted() if self._open else nullcontext():
+            weights, report = self._solve(self.solver, targets, self._start)
+        if not self._open:
             return weights, report
-        size, n = self.targets.norm(dim=0), self.system.n
+        deviations.weights, size, n = weights, targets.norm(dim=0), self.system.n
         some = torch.randperm(n, generator=generator(0, "points of the spread of samples"))[:_POINTS]
         points = deviations.points[some.to(deviations.points.device)]
         for rounds in range(_ROUNDS + 1):
@@ -89,14 +84,13 @@ class SampleSolve:
             last = rounds == _ROUNDS or isinstance(self.solver, Cholesky)
             if report.max_residual <= wanted or not report.converged or last:
                 break
-            residual = self.targets - self.system.accurate_product(weights)
+            residual = targets - self.system.accurate_product(weights)
             tol = min(0.5, float((wanted * size / residual.norm(dim=0)).min()))
             with shortfall_counted():
                 correction, more = self._solve(dataclasses.replace(self.solver, tol=tol), residual)
             weights = weights + correction
             report = _both(report, more, residual.norm(dim=0) / size, wanted)
             deviations.weights = weights
-        self.targets = None
         if report.max_residual > wanted:
             self._judge(report, spread, report.residual.to(size) * size / n**0.5)
         return weights, report

@@ -17,7 +17,7 @@ from ...errors import NumericalError
 from ...fingerprint import data_key
 from ...inference import explained
 from ...inference.calibrated import Calibrated
-from ...inference.pathwise import PosteriorDeviations
+from ...inference.pathwise import Deviations
 from ...operators import KernelMatrix, LowRankPlusDiagonal
 from ...operators.first_order import first_order, in_callers_context
 from ...operators.lazies import SUMS
@@ -56,7 +56,7 @@ class Remembered:
         self.columns, self.failed = 0, False
         self.root: Tensor | None = None
         self.low_rank: Calibrated | None = None
-        self.deviations: PosteriorDeviations | None = None
+        self.deviations: Deviations | None = None
         self.checked: set[str] = set()
 
     def __reduce__(self) -> Any:
