@@ -274,8 +274,8 @@ BREAKS = (
         "too little is taken off the residual",
     ),
     Break(
-        "new = columns.mT - rows[kept] @ factor.mT",
-        "new = columns.mT",
+        "pivots).mT - rows @ self.columns.factor.mT",
+        "pivots).mT",
         LOWRANK,
         "columns are not made orthogonal to earlier ones",
     ),
@@ -328,8 +328,8 @@ BREAKS = (
         "eigenvalues that all points share ask for columns",
     ),
     Break(
-        "state = PartialCholesky(matrix, rank, weights, tol, enough, space)",
-        "state = PartialCholesky(matrix, rank, None, tol, enough, space)",
+        "state = PartialCholesky(matrix, rank, weights, enough, space)",
+        "state = PartialCholesky(matrix, rank, None, enough, space)",
         PRECONDITIONERS,
         "pivots do not look at the noise",
     ),

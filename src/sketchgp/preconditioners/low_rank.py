@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor
 from ..errors import NumericalError
 from ..operators.access import Access
 from ..operators.moving_factors import FactorOfColumns, FactorOfSketch, sketched
-from ..space import Factor, Space, held_rows, space_of
+from ..space import Factor, held_rows, space_of
 
-Enough = Callable[[int, float], bool]
 _PAGES = "cpu"  # where memory is given when it is written to
 _BEGIN = 128  # columns that a factor of no certain rank begins with elsewhere
 
@@ -69,57 +67,6 @@ class Columns:
     def all(self) -> Tensor:
         """Return F in memory of its size."""
         return self.factor if self.count == len(self._rows) else self._rows[: self.count].clone().mT
-
-
-class PartialCholesky:
-    """A partial Cholesky factor of one matrix as its columns come, and what they leave of its diagonal.
-
-    Pivots are chosen by scores, residual times weight.  Where weights differ, residuals at the level of rounding count
-    as zero: a large weight would lift them above the true residuals.  Equal weights change neither the order nor the
-    law of the pivots.
-
-    Parameters are those of :func:`~sketchgp.preconditioners.rpcholesky`.
-
-    :ivar columns: of F so far; :ivar pivots: theirs; :ivar residual: ``(n,)``; :ivar rank: the most columns.
-    """
-
-    def __init__(
-        self, matrix: Access, rank: int, weights: Tensor | None, tol: float, enough: Enough | None, space: Space | None
-    ) -> None:
-        diagonal = matrix.diagonal()
-        self.matrix, self.space, self.rank = matrix, space or Space(matrix.n), min(rank, matrix.n)
-        self.columns = Columns(self.space.height, self.rank, matrix.device, surely=enough is None)
-        self.residual, self.pivots = diagonal.clone(), torch.empty(0, dtype=torch.long, device=matrix.device)
-        self._weights, self._tol, self._enough = weights, tol, enough
-        differ = weights is not None and bool((weights != weights[0]).any())
-        self._relative = weights / weights.max() if weights is not None and differ else None
-        self._rounding = matrix.resolution * diagonal
-        self._floor = matrix.resolution * float(diagonal.sum())
-
-    def scores(self) -> Tensor:
-        """``(n,)`` scores, in any unit."""
-        if self._relative is None:
-            return self.residual
-        return torch.where(self.residual > self._rounding, self.residual * self._relative, 0)
-
-    def sums(self, scores: Tensor) -> Tensor:
-        """``(3,)``: of the residual, of ``weights * residual``, and of the scores."""
-        weighted = self.residual if self._weights is None else self.residual * self._weights
-        return torch.stack([self.residual.sum(), weighted.sum(), scores.sum()])
-
-    def ends(self, sums: Tensor) -> bool:
-        """Return whether the columns so far are enough, from the sums on the CPU."""
-        left, total, score = sums.tolist()
-        if left <= self._floor or total <= self._tol or not score > 0:
-            return True
-        return self._enough is not None and self._enough(self.columns.count, total)
-
-    def add(self, new: Tensor, pivots: Tensor) -> None:
-        """Add k columns, of which this process gives its rows, ``(k, h)``, and their pivots ``(k,)``."""
-        self.columns.add(new)
-        self.residual = (self.residual - self.space.numbers(new.square().sum(dim=0))).clamp_(min=0)
-        self.residual[pivots] = 0
-        self.pivots = torch.cat([self.pivots, pivots])
 
 
 def nystrom_factor(sketch: Tensor, core: Tensor, resolution: float) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -22,8 +21,9 @@ from ..operators.access import Access
 from ..random_streams import generator
 from ..space import Space
 from .base import Preconditioner
-from .low_rank import LowRank, PartialCholesky, shifted_cholesky
+from .low_rank import Columns, LowRank, shifted_cholesky
 
+Enough = Callable[[int, float], bool]
 _FAILURES = 50  # rounds without a pivot after which no more are proposed
 
 
@@ -37,8 +37,7 @@ def rpcholesky(
     method: str = "accelerated",
     block_size: int | None = None,
     weights: Tensor | None = None,
-    tol: float = 0.0,
-    enough: Callable[[int, float], bool] | None = None,
+    enough: Enough | None = None,
     space: Space | None = None,
 ) -> LowRank:
     """Partial Cholesky factor of one matrix, in float64, with random pivots in the order of their choice.
@@ -55,20 +54,18 @@ def rpcholesky(
     :param block_size: proposals a round (default ``min(100, rank / 10)``, at least 1), at most the rank; with
         ``enough`` at most a quarter of the columns so far, and at least 8.
     :param weights: ``(n,)``, not negative, of each point (for noise D, ``1 / D``); None is 1.
-    :param tol: stop when ``sum(weights * residual) <= tol``.
     :param enough: told the number of columns and ``sum(weights * residual)`` before each round; returns True to stop.
     :param space: of F; None makes all rows.  Each of P ranks evaluates (rank + 1) n / P entries of K; a round sends the
         fall of the residual, n numbers, and the rows of F of the proposals.
     """
-    state = PartialCholesky(matrix, rank, weights, tol, enough, space)
+    state = PartialCholesky(matrix, rank, weights, enough, space)
     rank, columns, failures = state.rank, state.columns, 0
     block = min(block_size or max(1, min(100, rank // 10)), max(1, rank))  # more could not all be kept
     while columns.count < rank and failures < _FAILURES:
         size = block if enough is None or block_size else min(block, max(8, columns.count // 4))
         size = min(size, rank - columns.count) if method == "block" else size
         before = generator.get_state()
-        draw = partial(_draw, size=size, generator=generator, distinct=method == "block")
-        rows, sums, schur, bounds, drawn = _proposed(state, draw)
+        rows, sums, schur, bounds, drawn = state.propose(size, generator)
         if state.ends(sums):
             generator.set_state(before)  # unused proposals leave no trace in the stream
             break
@@ -78,48 +75,83 @@ def rpcholesky(
             kept, root = _reject(schur, bounds, rank - columns.count, generator)
         failures = 0 if len(kept) else failures + 1
         if len(kept):
-            chosen = sent(drawn[kept].long(), matrix.device)
-            state.add(_eliminated(state.space.columns(matrix, chosen), columns.factor, rows, kept, root), chosen)
+            state.add(sent(drawn[kept].long(), matrix.device), rows[queued(kept, matrix.device)], root)
     return LowRank(state.space.factor(columns.all()), state.pivots, state.residual, sequential=method == "accelerated")
 
 
-def _proposed(
-    state: PartialCholesky, draw: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Draw pivots before it is known whether they are needed, so that a device is waited for once a round.
+class PartialCholesky:
+    """A partial Cholesky factor of one matrix as its columns come, and what they leave of its diagonal.
 
-    :returns: the rows of F at the proposals, on the device; and on the CPU the sums of the scores, the block of
-        ``K - F F^T`` at the proposals, their residuals, and the proposals.
+    Pivots are chosen by scores, residual times weight.  Where weights differ, residuals at the level of rounding count
+    as zero: a large weight would lift them above the true residuals.  Equal weights change neither the order nor the
+    law of the pivots.
+
+    Parameters are those of :func:`rpcholesky`.
+
+    :ivar columns: of F so far; :ivar pivots: theirs; :ivar residual: ``(n,)``; :ivar rank: the most columns.
     """
-    wanted = state.scores()
-    proposals = draw(wanted)
-    rows = state.space.rows(state.columns.factor, proposals)
-    schur = state.matrix.block(proposals, proposals) - rows @ rows.mT
-    sums, small, bounds, drawn = fetched(state.sums(wanted), schur, state.residual[proposals], proposals)
-    return rows, sums, small.reshape(schur.shape), bounds, drawn
+
+    def __init__(
+        self, matrix: Access, rank: int, weights: Tensor | None, enough: Enough | None, space: Space | None
+    ) -> None:
+        diagonal = matrix.diagonal()
+        self.matrix, self.space, self.rank = matrix, space or Space(matrix.n), min(rank, matrix.n)
+        self.columns = Columns(self.space.height, self.rank, matrix.device, surely=enough is None)
+        self.residual, self.pivots = diagonal.clone(), torch.empty(0, dtype=torch.long, device=matrix.device)
+        self._weights, self._enough = weights, enough
+        differ = weights is not None and bool((weights != weights[0]).any())
+        self._relative = weights / weights.max() if weights is not None and differ else None
+        self._rounding = matrix.resolution * diagonal
+        self._floor = matrix.resolution * float(diagonal.sum())
+
+    def _scores(self) -> Tensor:
+        """``(n,)`` scores, in any unit."""
+        if self._relative is None:
+            return self.residual
+        return torch.where(self.residual > self._rounding, self.residual * self._relative, 0)
+
+    def propose(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Draw pivots before it is known whether they are needed, so that a device is waited for once a round.
+
+        :returns: the rows of F at the proposals, on the device; and on the CPU the sums of the residual, of
+            ``weights * residual`` and of the scores, the block of ``K - F F^T`` at the proposals, their residuals, and
+            the proposals.
+        """
+        scores = self._scores()
+        proposals = _draw(scores, size, generator)
+        rows = self.space.rows(self.columns.factor, proposals)
+        schur = self.matrix.block(proposals, proposals) - rows @ rows.mT
+        weighted = self.residual if self._weights is None else self.residual * self._weights
+        sums = torch.stack([self.residual.sum(), weighted.sum(), scores.sum()])
+        sums, small, bounds, drawn = fetched(sums, schur, self.residual[proposals], proposals)
+        return rows, sums, small.reshape(schur.shape), bounds, drawn
+
+    def ends(self, sums: Tensor) -> bool:
+        """Return whether the columns so far are enough, from the sums on the CPU."""
+        left, total, score = sums.tolist()
+        if left <= self._floor or not score > 0:
+            return True
+        return self._enough is not None and self._enough(self.columns.count, total)
+
+    def add(self, pivots: Tensor, rows: Tensor, root: Tensor) -> None:
+        """Add the columns of K at pivots ``(k,)``, after what F has of them is taken away.
+
+        :param rows: of F at the pivots, ``(k, r)``; :param root: the Cholesky factor of their block, on the CPU.
+        """
+        # transposed: a product of few rows with F^T takes two thirds of the time of one of F with few columns (MKL)
+        new = self.space.columns(self.matrix, pivots).mT - rows @ self.columns.factor.mT
+        new = torch.linalg.solve_triangular(queued(root, new.device), new, upper=False)
+        self.columns.add(new)
+        self.residual = (self.residual - self.space.numbers(new.square().sum(dim=0))).clamp_(min=0)
+        self.residual[pivots] = 0
+        self.pivots = torch.cat([self.pivots, pivots])
 
 
-def _eliminated(columns: Tensor, factor: Tensor, rows: Tensor, kept: Tensor, root: Tensor) -> Tensor:
-    """Return new columns of F as rows ``(k, h)``, from columns of K.
-
-    :param columns: ``(h, k)``; :param factor: F so far, ``(h, r)``; :param rows: its rows at all proposals.
-    :param kept: the places of the columns among the proposals; :param root: the Cholesky factor of their block.
-    """
-    kept, root = queued(kept, columns.device), queued(root, columns.device)
-    # transposed: a product of few rows with F^T takes two thirds of the time of one of F with few columns (MKL)
-    new = columns.mT - rows[kept] @ factor.mT
-    return torch.linalg.solve_triangular(root, new, upper=False)
-
-
-def _draw(scores: Tensor, size: int, generator: torch.Generator, distinct: bool) -> Tensor:
-    """Draw indices independently with probability proportional to ``scores``, by inverting the cumulative sum.
-
-    :param distinct: drop repeated ones, but on a device, which would have to tell how many are left.
-    """
+def _draw(scores: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Draw indices independently with probability proportional to ``scores``, by inverting the cumulative sum."""
     cumulative = scores.cumsum(0)
     points = queued(torch.rand(size, dtype=torch.float64, generator=generator), scores.device) * cumulative[-1]
-    drawn = torch.searchsorted(cumulative, points, right=True).clamp_(max=len(scores) - 1)
-    return torch.unique(drawn) if distinct and drawn.device.type == "cpu" else drawn
+    return torch.searchsorted(cumulative, points, right=True).clamp_(max=len(scores) - 1)
 
 
 def _distinct(schur: Tensor, drawn: Tensor, resolution: float) -> tuple[Tensor, Tensor]:
