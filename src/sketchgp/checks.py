@@ -264,16 +264,31 @@ def points_like(owner: str, name: str, value: Any, points: Any) -> Tensor:
     return given
 
 
-def inputs(owner: str, name: str, value: Any) -> Tensor:
-    """Points ``(..., n, d)`` for a kernel: a dense floating-point tensor of at least one row and one column."""
+def inputs(owner: str, name: str, value: Any, sets: bool = False) -> Tensor:
+    """Points ``(..., n, d)`` for a kernel: a dense floating-point tensor of at least one row and one column.
+
+    :param sets: whether there are several sets of them, ``(S, ..., n, d)``.
+    """
+    shape = "(S, ..., n, d)" if sets else "(..., n, d)"
     if not torch.is_tensor(value):
-        raise refusal(owner, name, "a tensor of shape (..., n, d)", value)
-    if value.dim() < 2 or 0 in value.shape or value.layout != torch.strided or not value.is_floating_point():
+        raise refusal(owner, name, f"a tensor of shape {shape}", value)
+    if value.dim() < 2 + sets or 0 in value.shape or value.layout != torch.strided or not value.is_floating_point():
         raise InputError(
-            f"{owner}: {name} expects a dense floating-point tensor of shape (..., n, d), at least one point and one "
+            f"{owner}: {name} expects a dense floating-point tensor of shape {shape}, at least one point and one "
             f"feature; got shape {tuple(value.shape)}, {value.dtype}, {value.layout}."
         )
     return value
+
+
+def points_among(owner: str, x: Any, others: Any, sets: bool = False) -> Tensor:
+    """Return finite :func:`inputs` like those that a model has seen; of one feature, the last dimension may lack."""
+    if torch.is_tensor(x) and x.dim() == 1 + sets and others.shape[-1] == 1:
+        x = x.unsqueeze(-1)
+    same_points(owner, inputs(owner, "x", x, sets), others)
+    if not bool(torch.isfinite(x).all()):
+        first = (~torch.isfinite(x)).any(dim=-1).nonzero()[0].tolist()
+        raise InputError(f"{owner}: x holds NaN or infinity, first in x{first}.")
+    return x
 
 
 def labels(owner: str, name: str, value: Any) -> Tensor:

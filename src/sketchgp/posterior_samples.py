@@ -12,7 +12,7 @@ from gpytorch.models import ExactGP
 from torch import Tensor
 
 from .accelerate import acceleration_of
-from .checks import count, found
+from .checks import count, points_among
 from .checks import seed as checked_seed
 from .errors import InputError
 from .inference.pathwise import OF_PREDICTOR, Deviations, expansion
@@ -22,6 +22,7 @@ from .models.accelerated.mixins import plain_class
 from .models.accelerated.posterior import solution_report
 from .models.accelerated.sample_solve import SampleSolve
 from .models.accelerated.targets import refuse_missing
+from .models.transforms import Transforms
 from .operators import KernelMatrix
 from .operators.expression import recognise_waves
 from .operators.generic_tiles import of_all_dims
@@ -114,7 +115,7 @@ class PosteriorSamples:
 
         :raises InputError: for points that do not fit the training inputs.
         """
-        x = self._prior.check(x, 2)
+        x = points_among("samples", x, self._prior.seen)
         mean, features = self._prior(x.reshape(-1, x.shape[-1]), self.outputs)
         values = torch.stack([out(z).mT for out, z in zip(self._outputs, features, strict=True)], dim=-1)  # (S, p, t)
         values = (values + mean).to(x.dtype)
@@ -125,7 +126,7 @@ class PosteriorSamples:
 
         :raises InputError: for points that do not fit the training inputs, or are not as many sets as functions.
         """
-        x = self._prior.check(x, 3)
+        x = points_among("samples", x, self._prior.seen, sets=True)
         if len(x) != len(self):
             raise InputError(f"each: x expects points for each of {len(self)} functions, got {len(x)} sets.")
         mean, features = self._prior(x.reshape(-1, x.shape[-1]), self.outputs)
@@ -199,10 +200,9 @@ class FrozenPrior:
         self.model = copy.deepcopy(shell).requires_grad_(False)
         for module in self.model.modules():  # priors of parameters hold functions that cannot be pickled
             module.__dict__.update({"_priors": OrderedDict()} if "_priors" in module.__dict__ else {})
-        self.dtype, self.device = train.dtype, train.device
+        self.seen = Transforms(_OWNER, model).raw[..., :0, :].detach().clone()
         self.batch = train.shape[:-2]
         self.transformed = getattr(model, "input_transform", None) is not None
-        self.width = train.shape[-1]
 
     def matrix(self, x: Tensor) -> tuple[Tensor, KernelMatrix]:
         """Return the prior mean and covariance at x ``(p, d)``, after any transform of inputs."""
@@ -223,22 +223,6 @@ class FrozenPrior:
             return mean.to(torch.float64).unsqueeze(-1), [matrix.x1] * outputs
         mean, points = (t.expand(*self.batch, *t.shape[1:]) for t in (mean, matrix.x1))
         return mean.to(torch.float64).mT, list(points.unbind())
-
-    def check(self, x: Any, least: int) -> Tensor:
-        """Return points, checked to have at least so many dimensions."""
-        if torch.is_tensor(x) and x.dim() == least - 1 and self.width == 1:
-            x = x.unsqueeze(-1)
-        shape = "(..., p, d)" if least == 2 else "(S, ..., p, d)"
-        if not torch.is_tensor(x) or x.layout != torch.strided:
-            raise InputError(f"samples: x expects a dense tensor {shape}, got {found(x)}.")
-        if x.dim() < least or 0 in x.shape or (x.shape[-1] != self.width and not self.transformed):
-            raise InputError(f"samples: x expects points {shape} of {self.width} features, got {tuple(x.shape)}.")
-        if x.dtype != self.dtype or x.device != self.device:
-            raise InputError(f"samples: x expects {self.dtype} on {self.device}, got {x.dtype} on {x.device}.")
-        if not bool(torch.isfinite(x).all()):
-            bad = tuple(int(i) for i in (~torch.isfinite(x)).any(dim=-1).nonzero()[0])
-            raise InputError(f"samples: x holds NaN or infinity, first in x[{', '.join(map(str, bad))}].")
-        return x
 
     def untransformed(self, values: Tensor) -> Tensor:
         """Return values ``(..., p, t)`` in units of the data, which BoTorch's models standardize."""

@@ -192,12 +192,7 @@ class Streamed:
         learner = self._known()
         if learner is None:
             raise InputError(f"{owner} expects a model that has learned; call learn or partial_fit first.")
-        x = x.unsqueeze(-1) if torch.is_tensor(x) and x.dim() == 1 else x
-        checks.inputs(owner, "x", x)
-        if not bool(torch.isfinite(x).all()):
-            raise InputError(f"{owner}: x holds NaN or infinity.")
-        checks.same_points(owner, x, learner.features.origin)
-        return learner, x
+        return learner, checks.points_among(owner, x, learner.features.origin)
 
     def _values(self, learner: Learner, x: Tensor, columns: slice = slice(None)) -> Tensor:
         """Return the function at x ``(..., p, d)``: ``(..., p, c)`` float64, differentiable in x."""
