@@ -170,7 +170,7 @@ def test_the_bracket_of_a_fit_holds_the_exact_loss(dtype: torch.dtype) -> None:
     assert history.bracket[0] - rounded <= loss <= history.bracket[1] + rounded
     assert history.bracket[1] - history.bracket[0] < 0.01
     lower, upper = (f"{end:.4f}" for end in history.bracket)
-    assert (f"exactly {upper} " if lower == upper else f"exactly between {lower} and {upper}") in str(history)
+    assert (f"exactly {upper};" if lower == upper else f"exactly between {lower} and {upper}") in str(history)
     assert expected.bracket == (pytest.approx(exact_loss(exact), abs=1e-10),) * 2
 
 

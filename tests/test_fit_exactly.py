@@ -108,7 +108,7 @@ def test_goes_on_from_the_subset() -> None:
     assert history.subset is not None
     assert history.subset.rows == len(y)
     assert history.subset.best_loss == best
-    assert "started from 120 rows" in str(history)
+    assert "started from a fit to 120 rows" in str(history)
     assert history.objective == "probes"
     assert abs(history.losses[0] - best) < 0.02
     assert history.evaluations < 25

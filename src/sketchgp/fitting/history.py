@@ -129,34 +129,16 @@ class FitHistory(Shown):
 
     def _doubts(self) -> list[str]:
         """Return the notes that doubt the end, those of fits to some of the rows included."""
-        doubts: list[str] = []
-        history: FitHistory | None = self
-        while history is not None:
-            doubts = [*(note for note in history.notes if note.startswith(UNSURE)), *doubts]
-            history = history.subset
-        return doubts
-
-    def _before(self) -> str:
-        """Describe the losses of the fit that this one started from, where they are not of the same kind."""
-        return " by Vecchia's approximation" if self.subset and self.subset.objective == "vecchia" else ""
-
-    def _limits(self) -> str:
-        """Describe which hyperparameters ended on a limit."""
-        return ", ".join(f"{name} at its limit {limit:g}" for name, limit in self.at_limits.items())
+        before = [] if self.subset is None else self.subset._doubts()
+        return [*before, *(note for note in self.notes if note.startswith(UNSURE))]
 
     def __str__(self) -> str:
         if not self.losses:
             return f"fit: no step, {self.reason}"
-        before = ""
-        if self.subset is not None and self.subset.losses:
-            before = f", started from {self.subset.rows} rows{self._before()} ({len(self.subset.losses)} steps)"
-        worth = " (but for a constant)" if self.objective == "samples" else self._worth()
-        limits = f"; {self._limits()}" if self.at_limits else ""
-        return (
-            f"fit by {self.optimizer} ({self.objective}): loss {self.losses[0]:.4f} to {self.best_loss:.4f}{worth} in "
-            f"{len(self.losses)} steps, {self.evaluations} evaluations, {self.seconds[-1]:.1f} s{before}; {self.reason}"
-            f"{limits}{''.join(f'; {doubt}' for doubt in self._doubts())}"
-        )
+        rows = self._card().rows
+        told = [f"{label} {text}" for label, text in rows if label in ("loss", "steps", "started from", "time")]
+        told += [text for label, text in rows if label == "at limits"]
+        return f"fit by {self.optimizer} ({self.objective}): {'; '.join([*told, *self._doubts()])}"
 
     def _card(self) -> Card:
         if not self.losses:
@@ -167,7 +149,8 @@ class FitHistory(Shown):
         loss += self._worth()
         before = None
         if self.subset is not None and self.subset.losses:
-            before = f"a fit to {self.subset.rows:,} rows{self._before()}, {several(len(self.subset.losses), 'step')}"
+            how = " by Vecchia's approximation" if self.subset.objective == "vecchia" else ""
+            before = f"a fit to {self.subset.rows:,} rows{how}, {several(len(self.subset.losses), 'step')}"
         return Card.of(
             f"FitHistory: {self.rows:,} rows, by {self.optimizer}, objective {self.objective}",
             loss=loss,
@@ -175,7 +158,7 @@ class FitHistory(Shown):
             steps=f"{len(self.losses):,}, {several(self.evaluations, 'evaluation')}; {self.reason}",
             started_from=before,
             time=seconds(self.seconds[-1]),
-            at_limits=self._limits(),
+            at_limits=", ".join(f"{name} at its limit {limit:g}" for name, limit in self.at_limits.items()),
             notes="; ".join(self.notes),
         )
 
