@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,13 +39,14 @@ def parameters_as(kernel: Kernel, names: Sequence[str], values: Sequence[Tensor]
     As ``torch.func.functional_call``, which leaves a module changed that stands in the tree twice (``k * k``).
     """
     with KERNELS:
-        named = parameters_of(kernel)
-        new = {id(named[name]): value for name, value in zip(names, values, strict=True)}
-        dtypes = {named[n].dtype: v.dtype for n, v in zip(names, values, strict=True) if v.dtype != named[n].dtype}
-        caches = [(part, take_caches(part)) for part in kernel.modules() if isinstance(part, Kernel)]
+        pairs = [(attrgetter(name)(kernel), value) for name, value in zip(names, values, strict=True)]
+        new = {id(own): value for own, value in pairs}
+        dtypes = {own.dtype: value.dtype for own, value in pairs if value.dtype != own.dtype}
+        modules = list(kernel.modules())
+        caches = [(part, take_caches(part)) for part in modules if isinstance(part, Kernel)]
         before = [
             (held, key, tensor)
-            for module in kernel.modules()
+            for module in modules
             for held in (module.__dict__["_parameters"], module.__dict__["_buffers"], module.__dict__)
             for key, tensor in held.items()
             if isinstance(tensor, Tensor) and (id(tensor) in new or tensor.dtype in dtypes)
