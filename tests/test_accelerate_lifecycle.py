@@ -597,6 +597,17 @@ def test_models_that_cannot_be_solved_are_refused(damage: Any) -> None:
     assert str(snapshot(model)) == str(kept)
 
 
+@each("columns", [1, 4])
+@each("kernel", [gpytorch.kernels.PeriodicKernel, gpytorch.kernels.PiecewisePolynomialKernel])
+def test_lengthscales_that_are_not_one_a_column_are_told(kernel: Any, columns: int) -> None:
+    """Of a kernel that is recognised, where a single column would be taken for all, and of one that is called."""
+    model, test = RBF.build()
+    model.covar_module = gpytorch.kernels.ScaleKernel(kernel(ard_num_dims=columns)).to(test[0])
+    sketchgp.accelerate(model)
+    with pytest.raises(sketchgp.InputError, match=rf"expects inputs with {columns} columns.* have 2"):
+        sketchgp.predict(model, *test)
+
+
 def test_rank_is_cut_to_the_points_of_a_batch() -> None:
     model, test = BATCH.build()
     sketchgp.accelerate(model, preconditioner=sketchgp.RPCholesky(rank=200)).eval()

@@ -37,6 +37,7 @@ from ..devices import here, sent
 from ..errors import InputError
 from ..kernels import LaplaceKernel
 from .generic_tiles import BatchElement
+from .lazies import check_columns
 from .profiles import GAUSS, LAPLACE, MATERN, RATIONAL_QUADRATIC, WAVES, Profile
 
 _MOST = 16  # terms and factors; beyond, calling the kernel is simpler and as fast
@@ -190,6 +191,7 @@ class Expression:
                 parts.append(z - c)
                 weights.append(None)
                 continue
+            check_columns(leaf.kernel, z)
             lengthscale = self.own(leaf.kernel.lengthscale, 2)
             if type(leaf.kernel) is PeriodicKernel:
                 # The fraction of a period is taken in float64: an angle of many turns has few digits left for it.

@@ -97,7 +97,18 @@ def _added(parts: Sequence[Any]) -> Any:
     return reduce(add, parts)
 
 
+def check_columns(kernel: Kernel, x: Tensor) -> None:
+    """Refuse inputs that have more or fewer columns than the kernel has lengthscales.
+
+    :raises InputError: if they have.
+    """
+    if kernel.ard_num_dims not in (None, x.shape[-1]):
+        expected = f"inputs with {kernel.ard_num_dims} columns, its ard_num_dims"
+        raise InputError(f"{type(kernel).__name__} expects {expected}; those that reach it have {x.shape[-1]}.")
+
+
 def _call(kernel: Kernel, x1: Tensor, x2: Tensor, **options: Any) -> Any:
+    check_columns(kernel, x1)
     parts = [part for part in kernel.modules() if isinstance(part, Kernel)]
     with KERNELS, settings.lazily_evaluate_kernels(False) if parts[1:] else nullcontext():
         measuring = [part for part in parts if getattr(part.covar_dist, "__func__", None) is Kernel.covar_dist]
