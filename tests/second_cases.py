@@ -409,13 +409,17 @@ class Problem:
         with torch.no_grad():
             return rows(net(torch.tensor(x.astype(float), dtype=next(net.parameters()).dtype)))
 
+    @property
+    def unit(self) -> float:
+        """The rounding of entries, all of which are in the dtype of the model where GPyTorch computes them."""
+        gpytorchs = "'gpytorch'" in self.case.told.get("options", "")
+        return 4 * torch.finfo(self.dtype).eps if gpytorchs else exact.EPS
+
     def dense(self, model: Any = None, x: np.ndarray | None = None) -> Dense:
         model = self.model if model is None else model
         mean, x = model.mean_module, rows(model.train_inputs[0]) if x is None else x
-        # what is inexact before the kernel's formula: a network's outputs, phases of far waves, angles of few degrees;
-        # and all entries that are GPyTorch's, in the dtype of the model
-        plain = model.net is None and "'gpytorch'" not in self.case.told.get("options", "")
-        entries = exact.EPS if plain else 4 * torch.finfo(self.dtype).eps
+        # what is inexact before the kernel's formula: a network's outputs, phases of far waves, angles of few degrees
+        entries = self.unit if model.net is None else 4 * torch.finfo(self.dtype).eps
         kinds = self.case.told.get("kernels", ())
         if model.net is None and WAVES & set(kinds):
             entries = entries * (1 + 6 * float(np.abs(x - np.median(x, 0)).max()) / self.size)
@@ -439,7 +443,7 @@ class Problem:
         where = rows(self.points if points is None else points)
         waves = self.model.net is None and WAVES & set(self.case.told.get("kernels", ()))
         turns = np.abs(where - np.median(self.reference.x, 0)).max(1) / self.size
-        found = self.reference.at(where, self.new_noise(), 6 * exact.EPS * turns if waves else 0.0)
+        found = self.reference.at(where, self.new_noise(), 6 * self.unit * turns if waves else 0.0)
         if self.dtype == torch.float32:
             others = [self.moved().at(where)]
             if self.model.net is not None:  # it rounds training rows and points each by themselves
@@ -877,7 +881,8 @@ def losses(case: Case) -> None:
         unit = max(reference.entries, 0.0 if few else torch.finfo(problem.dtype).eps / 2)
         backward = 8 * unit * np.sqrt((reference.matrix**2).sum()) * float((reference.weights**2).sum()) / n
         probes = of_probes(reference.matrix, reference.noise, count) / n if few else 0.0
-        allowed = 0.01 + share * (1 + abs(value) + quadratic) + probes
+        drift = 4 * abs(problem.moved().log_density() - value) if problem.dtype == torch.float32 else 0.0
+        allowed = 0.01 + share * (1 + abs(value) + quadratic) + probes + drift
         case.close("mll", found.detach().double().item(), value, allowed, backward)
         if problem.dtype == torch.float32 or model.net is not None or case.warned or (few and not tight):
             return

@@ -10,11 +10,12 @@ import warnings
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import LinearKernel, MaternKernel, RBFKernel, ScaleKernel
+from gpytorch.kernels import CosineKernel, LinearKernel, MaternKernel, RBFKernel, ScaleKernel
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from gpytorch.means import ZeroMean
 
 import sketchgp
+from cases import each
 from gp_models import SOLVED, TORCH_WARNINGS, Plain, data, dense, iterative, scaled
 from sketchgp import Cholesky, InputError
 
@@ -368,6 +369,24 @@ def test_what_is_returned_may_be_changed_in_place():
             changed *= 4
             assert torch.equal(posterior.variance, known)
             posterior.covariance_matrix  # noqa: B018
+
+
+@each("size", [1e5, 1e8])
+def test_variances_that_rounding_makes_negative(size):
+    """Of a wave at a point so far away that its covariances with the others are rounded to more than its variance."""
+    x = torch.rand(30, 1, dtype=torch.float64)
+    likelihood = GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-9))
+    model = Plain(x, (6 * x).sin()[:, 0], likelihood, ScaleKernel(CosineKernel())).double()
+    model.initialize(**{"likelihood.noise": 4e-7, "covar_module.outputscale": 65.0})
+    model.covar_module.base_kernel.period_length = 0.7
+    points = torch.tensor([[0.2], [0.5], [size]], dtype=torch.float64, requires_grad=True)
+    with gpytorch.settings.max_cholesky_size(0):
+        posterior = sketchgp.accelerate(model).eval()(points)
+        samples = posterior.rsample(torch.Size([4000])).detach()
+    assert (posterior.variance > 0).all() and (model.likelihood(posterior).variance > 3.9e-7).all()
+    assert torch.allclose(samples.var(dim=0)[:2], posterior.variance.detach()[:2], rtol=0.3)
+    (gradient,) = torch.autograd.grad(posterior.stddev.sum(), points)
+    assert gradient.isfinite().all()
 
 
 def test_elements_of_a_batch_are_of_one_solve():

@@ -18,7 +18,7 @@ from linear_operator.operators import (
 from linear_operator.utils.generic import _to_helper
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, NumericalError
 from ..memory import enough_memory
 from ..preconditioners import shifted_cholesky
 
@@ -116,14 +116,16 @@ class LazyCovariance(LinearOperator):
         return evaluated
 
     def _diagonal(self) -> Tensor:
+        """Return the variances, those that rounding made negative as tiny ones, whose roots have finite gradients."""
         if isinstance(self._evaluated, DenseLinearOperator):
-            return self._evaluated.diagonal(dim1=-1, dim2=-2).clone()
-        if self._variances is not None:
-            return self._variances.clone()  # which may be changed in place
-        value = self.as_then(lambda: self.formula.diagonal().to(self.dtype))
-        if self.formula.keeps_graph or not value.requires_grad:
-            self._variances = value.clone()
-        return value
+            value = self._evaluated.diagonal(dim1=-1, dim2=-2)
+        elif self._variances is not None:
+            value = self._variances
+        else:
+            value = self.as_then(lambda: self.formula.diagonal().to(self.dtype))
+            if self.formula.keeps_graph or not value.requires_grad:
+                self._variances = value
+        return value.clamp_min(torch.finfo(self.dtype).tiny)
 
     def root_decomposition(self, method: str | None = None) -> LinearOperator:
         """Return a square root ``(..., m, m)``, which GPyTorch multiplies by given normal numbers.
@@ -145,7 +147,11 @@ class LazyCovariance(LinearOperator):
         if self.shape[-1] > _FACTORIZED or isinstance(evaluated, RootLinearOperator):
             return evaluated.zero_mean_mvn_samples(num_samples)
         covariance = evaluated.to_dense().to(torch.float64)
-        root = shifted_cholesky(covariance, torch.finfo(self.dtype).eps)
+        eps = torch.finfo(self.dtype).eps
+        try:
+            root = shifted_cholesky(covariance, eps, limit=1e3 * eps)
+        except NumericalError:
+            root = shifted_cholesky(_semidefinite(covariance), eps)
         normal = torch.randn(*self.shape[:-1], num_samples, dtype=torch.float64, device=self.device)
         return (root @ normal).movedim(-1, 0).to(self.dtype)
 
@@ -234,6 +240,14 @@ class Part(Formula):
 
     def diagonal(self) -> Tensor:
         return self.full.diagonal(dim1=-1, dim2=-2)[self.index]
+
+
+def _semidefinite(covariance: Tensor) -> Tensor:
+    """Make zero the variances, then the eigenvalues, that rounding has made negative; the latter by a constant."""
+    kept = (covariance.diagonal(dim1=-2, dim2=-1) > 0).to(covariance.dtype)
+    covariance = covariance * kept.unsqueeze(-1) * kept.unsqueeze(-2)
+    values, vectors = torch.linalg.eigh(covariance.detach().nan_to_num())
+    return covariance + (vectors * (-values).clamp(min=0).unsqueeze(-2)) @ vectors.mT
 
 
 class NoisyCovariance(AddedDiagLinearOperator):
