@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import minimize
+from scipy.optimize import LbfgsInvHessProduct, minimize
 from torch import Tensor
 
 from ..errors import NumericalError
@@ -116,14 +116,9 @@ class InverseHessian:
 
     def _product(self, vector: np.ndarray, count: int) -> np.ndarray:
         """Return the product with the estimate that the first pairs alone make."""
-        pairs, shares, result = self.pairs[:count], [], vector
-        for s, y in reversed(pairs):
-            shares.append((s @ result) / (s @ y))
-            result = result - shares[-1] * y
-        result = self.size * result
-        for s, y in pairs:
-            result = result + (shares.pop() - (y @ result) / (s @ y)) * s
-        return result
+        s, y = (np.reshape([pair[side] for pair in self.pairs[:count]], (count, len(vector))) for side in (0, 1))
+        root = math.sqrt(self.size)  # SciPy's estimate begins with the identity
+        return self.size * LbfgsInvHessProduct(s / root, y * root).matvec(vector)
 
     def diagonal(self) -> np.ndarray:
         """Return the diagonal, ``(p,)``."""
