@@ -109,18 +109,15 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
     def _ridge(self) -> float:
         return float(self.likelihood.noise.detach())
 
-    def _started(self, learner: Learner) -> None:
-        self._restarted(learner)
-        if self._paths is not None:
-            learner.grow(columns=learner.columns + self.variance_samples)
-
-    def _restarted(self, learner: Learner) -> None:
+    def _attach(self, learner: Learner, new: bool) -> None:
         if self.variance == "samples":
             stream = generator(self.solver.seed, "functions that a learner's errors are seen with")
             self._paths = PriorPaths(
                 self.covar_module, learner.features.origin, self.variance_samples, stream, _FREQUENCIES
             )
             learner.more = self._samples
+            if new:
+                learner.grow(columns=learner.columns + self.variance_samples)
 
     def _samples(self, x: Tensor, numbers: Tensor) -> Tensor:
         """Noisy values of the functions from the prior, ``(b, S)``; the noise of a row hangs on its number."""

@@ -32,16 +32,15 @@ class Streamed:
     loss: Any = "squared"
     solver: DoublyStochastic
     report: SolveReport | None
+    _learner: Learner | None
+    _learned: str  # marks of what it was learned with
+    _loaded: dict[str, Any] | None
 
     def _begin(self, solver: DoublyStochastic | None) -> None:
         owner = type(self).__name__
         self.solver = DoublyStochastic() if solver is None else solver
         checks.instance(owner, "solver", self.solver, DoublyStochastic, "a DoublyStochastic(...), or None")
-        self.report = None
-        self._learner: Learner | None = None
-        self._learned: str = ""  # marks of what it was learned with
-        self._loaded: dict[str, Any] | None = None
-        self._targets = self._new_targets()
+        self.forget()
 
     # --- what differs between models ------------------------------------------------------------------------
 
@@ -57,11 +56,8 @@ class Streamed:
         """Return the modules that the function depends on."""
         return (self.covar_module,)
 
-    def _started(self, learner: Learner) -> None:
-        """Prepare the model for a learner that was just made."""
-
-    def _restarted(self, learner: Learner) -> None:
-        """Prepare the model for a learner that was loaded."""
+    def _attach(self, learner: Learner, new: bool) -> None:
+        """Prepare the model for a learner that was just made, or loaded."""
 
     def _own_state(self) -> dict[str, Any]:
         return {}
@@ -153,7 +149,7 @@ class Streamed:
                 learner = self.solver.learner_from(problem, *problem.first(), rows)
             else:
                 learner = self.solver.learner(problem)
-            self._started(learner)
+            self._attach(learner, new=True)
             self._learner, self._learned = learner, self._mark()
         return learner
 
@@ -255,7 +251,7 @@ class Streamed:
         learner.average = tensors["average"]
         for name, value in numbers.items():
             setattr(learner, name, value)
-        self._restarted(learner)
+        self._attach(learner, new=False)
         return learner
 
 
