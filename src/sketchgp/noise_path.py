@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from gpytorch.models import ExactGP
@@ -108,7 +107,9 @@ def noise_path(
             "leave_one_out, for each noise."
         )
     acceleration_of(model, owner)
-    grid = _grid(owner, noises)
+    grid = checks.numbers(owner, "noises", noises, above=0, finite=True)
+    if not grid:
+        raise InputError(f"{owner}: noises expects at least one, got none.")
     exact = checks.flag(owner, "exact", exact, optional=True)
     num_probes = checks.count(owner, "num_probes", num_probes, least=2)
     seed = checks.seed(owner, "seed", seed)
@@ -135,13 +136,6 @@ def noise_path(
         for value in tqdm(falling, desc="noise path", disable=hidden, leave=False):
             results[value] = path.at(value)
         return _result([results[value] for value in grid], False)
-
-
-def _grid(owner: str, noises: Any) -> list[float]:
-    grid = checks.numbers(owner, "noises", noises, above=0, finite=True)
-    if not grid:
-        raise InputError(f"{owner}: noises expects at least one, got none.")
-    return grid
 
 
 def _result(points: list[AtNoise], exact: bool) -> NoisePath:

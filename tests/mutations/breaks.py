@@ -334,8 +334,8 @@ BREAKS = (
         "pivots do not look at the noise",
     ),
     Break(
-        "self._generator(), matrix.device, selection.scales)",
-        "self._generator(), matrix.device, None)",
+        "selection.columns, self._generator(), selection.scales)",
+        "selection.columns, self._generator(), None)",
         PRECONDITIONERS,
         "a kept selection is rebuilt with another sketch",
     ),

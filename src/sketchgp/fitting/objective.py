@@ -85,8 +85,7 @@ class Objective:
         return evaluation
 
     def _computed(self, gradient: bool = True) -> Evaluation:
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.clear()
         if self.density is not None:
             self.density.begin()
         with own_solves() as solves, one_thread(self.rows <= _SMALL):

@@ -59,7 +59,8 @@ def route(base: Objective, asked: str, optimizer: str) -> tuple[str, str]:
         return "given", ""
     rows, device = base.rows, base.model.train_targets.device
     if asked in ("auto", "samples"):
-        if optimizer != "lbfgs" and rows > cholesky_points() and _sampled(base.model, acceleration):
+        told = optimizer != "lbfgs" and rows > cholesky_points() and not isinstance(acceleration.solver, str)
+        if told and Samples.serves(acceleration.solver, _training_covariance(base.model)):
             return "samples", ""
         if asked == "samples":
             raise InputError(
@@ -91,13 +92,6 @@ def dearest(base: Objective) -> float:
         return math.inf
     fits = _ROOM * 8 * base.rows**2 <= memory_budget.value()
     return base.rows / _ROWS_A_PRODUCT if fits and _free(base.acceleration) else math.inf
-
-
-def _sampled(model: Any, acceleration: Acceleration) -> bool:
-    """Return whether losses are by samples that the solver of the user's choice solves for."""
-    if isinstance(acceleration.solver, str):
-        return False
-    return Samples.serves(acceleration.solver, _training_covariance(model))
 
 
 def by_neighbors(base: Objective) -> Vecchia | None:

@@ -44,22 +44,17 @@ def gaussian_test_matrix(n: int, rank: int, generator: torch.Generator, device: 
 
 
 def scaled_test_matrix(
-    n: int,
-    rank: int,
-    generator: torch.Generator,
-    device: torch.device,
-    scales: Tensor | None = None,
-    space: Space | None = None,
+    matrix: Access, rank: int, generator: torch.Generator, scales: Tensor | None = None, space: Space | None = None
 ) -> Factor:
     """Return an orthonormal test matrix with its rows multiplied by ``scales``, ``(n,)`` or of each matrix of a batch.
 
     Each of several ranks draws all rows and keeps its own.
     """
     if space is None or not space.shared:
-        test = gaussian_test_matrix(n, rank, generator, device)
+        test = gaussian_test_matrix(matrix.n, rank, generator, matrix.device)
         return test if scales is None else test * scales.unsqueeze(-1)
     own = space.span
-    test = queued(_drawn(n, rank, generator, own), device)
+    test = queued(_drawn(matrix.n, rank, generator, own), matrix.device)
     root = torch.linalg.cholesky(space.total(test.mT @ test))  # R^T
     test = torch.linalg.solve_triangular(root, test.mT, upper=False).mT
     return space.factor(test if scales is None else test * scales[own].unsqueeze(-1))
@@ -94,7 +89,7 @@ def gaussian_nystrom(
     :param space: of F; None makes all rows here.  Each of several ranks draws all rows of the test matrix, and
         multiplies 256 of its columns at a time.
     """
-    test = scaled_test_matrix(matrix.n, min(rank, matrix.n), generator, matrix.device, scales, space)
+    test = scaled_test_matrix(matrix, min(rank, matrix.n), generator, scales, space)
     return _with_residual(matrix, sketched_factor(matrix, test).factor, None)
 
 
@@ -164,16 +159,14 @@ class Nystrom(Preconditioner):
         if self.sketch == "uniform":
             return super().moving(matrix, selection)
         if selection.test is None:
-            stream = self._generator()
-            selection.test = scaled_test_matrix(
-                matrix.n, selection.columns, stream, matrix.device, selection.scales, Space.of(matrix.n)
-            )
+            stream, space = self._generator(), Space.of(matrix.n)
+            selection.test = scaled_test_matrix(matrix, selection.columns, stream, selection.scales, space)
         return sketched_factor(matrix, selection.test)
 
     def factor(self, matrix: Access, selection: Selection) -> Tensor:
         if self.sketch == "uniform":
             return super().factor(matrix, selection)
-        test = scaled_test_matrix(matrix.n, selection.columns, self._generator(), matrix.device, selection.scales)
+        test = scaled_test_matrix(matrix, selection.columns, self._generator(), selection.scales)
         assert isinstance(test, Tensor)
         sketch = matrix.matmul(test)
         return nystrom_factor(sketch, test.mT @ sketch, matrix.resolution)

@@ -123,11 +123,8 @@ class _Sampled:
         for span in spans(len(self.rows), max(16, _COLUMNS // m)):
             yield self.tall.part(self.rows[span]).mul_(math.sqrt(n / len(self.rows)))
 
-    def _kzz_matmul(self, vectors: Tensor) -> Tensor:
-        return self.kzz.product(vectors) * self.level
-
     def matmul(self, vectors: Tensor) -> Tensor:
-        out = self._kzz_matmul(vectors)
+        out = self.kzz.product(vectors) * self.level
         for part in self._parts():
             out.addmm_(part.mT, part @ vectors)
         return out
@@ -137,7 +134,7 @@ class _Sampled:
 
         By QR of ``T_H Q``, which keeps what is as small as the roundoff times ``|T|``, and not times its square.
         """
-        values, vectors = torch.linalg.eigh(basis.mT @ self._kzz_matmul(basis))
+        values, vectors = torch.linalg.eigh(basis.mT @ self.kzz.product(basis) * self.level)
         root = values.clamp(min=0).sqrt().unsqueeze(1) * vectors.mT
         for part in self._parts():
             root = torch.linalg.qr(torch.cat([root, part @ basis]), mode="r").R

@@ -224,7 +224,6 @@ class RPCholesky(Preconditioner):
 
         :raises InputError: if it exceeds n.
         """
-        super().validate(n)
         if self.block_size is not None and self.block_size > n:
             raise InputError(
                 f"RPCholesky(block_size={self.block_size}) exceeds the {n} training points; choose at most {n}."
