@@ -45,10 +45,8 @@ class Samples(LogDensity):
         if isinstance(solver, Budgeted):
             solver = dataclasses.replace(solver, checkpoint=None, max_seconds=None)
         self.solver, self.seed, self.count = solver, seed, count
-        self._system: System | None = None
-        self._value: Tensor | None = None  # (n, t + count)
-        self._forms: Tensor | None = None  # mean of u^T A u
-        self._determinant: Tensor | None = None
+        # of the last evaluation: the system, the solutions (n, t + count), the mean of u^T A u, and the determinant
+        self._last: tuple[System, Tensor, Tensor, Tensor] | None = None
 
     @staticmethod
     def serves(solver: Any, covariance: Any) -> bool:
@@ -72,22 +70,21 @@ class Samples(LogDensity):
     def evaluate(self, system: System, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``A^-1 [columns, z]``, ``(n, t + count)`` float64, and ``log det A`` up to a constant."""
         rhs = torch.cat([columns.to(torch.float64), self._drawn(system)], dim=1)
-        t, before = columns.shape[1], self._value
-        if before is None or before.shape != rhs.shape or self._system is None:
+        t, last = columns.shape[1], self._last
+        if last is None or last[1].shape != rhs.shape:
             value, _ = solve_system(self.solver, system, rhs)
             diagonal = system.operator.diagonal().to(torch.float64) + system.noise.to(torch.float64)
-            determinant = diagonal.log().sum()
+            determinant, forms = diagonal.log().sum(), (value * rhs)[:, t:].sum() / self.count
         else:
+            earlier, before, old, known = last
             product = system.accurate_product(before)
             value = before + self._correction(system, rhs, rhs - product)
-            old = self._forms
-            assert old is not None and self._determinant is not None
+            forms = (value * rhs)[:, t:].sum() / self.count
             moved = (before * product)[:, t:].sum() / self.count - old  # u^T (A' - A) u
-            behind = (value * self._system.accurate_product(value))[:, t:].sum() / self.count
-            determinant = self._determinant + (moved + (value * rhs)[:, t:].sum() / self.count - behind) / 2
-        self._system, self._value, self._determinant = _copied(system), value, determinant
+            behind = (value * earlier.accurate_product(value))[:, t:].sum() / self.count
+            determinant = known + (moved + forms - behind) / 2
+        self._last = _copied(system), value, forms, determinant
         self.solutions = Solutions(self.seed, value[:, :t], value[:, t:])
-        self._forms = (value * rhs)[:, t:].sum() / self.count
         return value, determinant
 
     def _correction(self, system: System, rhs: Tensor, residual: Tensor) -> Tensor:
