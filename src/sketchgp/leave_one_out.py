@@ -21,7 +21,7 @@ from .models.accelerated.strategy import AcceleratedPredictionStrategy
 from .models.accelerated.targets import refuse_missing
 from .report import SolveReport
 from .settings import memory_budget
-from .solvers import Cholesky, System
+from .solvers import Cholesky
 from .solvers.full.cholesky import factor_bytes
 
 _ALWAYS = 800  # rows up to which the matrix is always factorized
@@ -112,24 +112,19 @@ def leave_one_out(
         return _closed(model, exact)
     data = TrainingData.of(owner, model)
     system = data.training.system
+    n, device, needed = system.n, system.noise.device, factor_bytes(system.n, 1)
     with torch.no_grad():
         if exact is None:
-            exact = _affordable(system) or isinstance(acceleration.solver, Cholesky)
+            cheap = n**3 <= _EXACT_WORK.get(device.type, 2e11) and needed <= memory_budget.value(device)
+            exact = n <= _ALWAYS or cheap or isinstance(acceleration.solver, Cholesky)
         if exact:
-            n, device = system.n, system.noise.device
-            require_memory(factor_bytes(n, 1), device, f"{owner}(exact=True) for n = {n}", "use exact=False.")
+            require_memory(needed, device, f"{owner}(exact=True) for n = {n}", "use exact=False.")
             weights, diagonal, report = exact_diagonal(system, data.residual)
             return _result(model, data, weights, diagonal / data.scale.square(), None, report, None)
         weights, mean_report = _weights(model, data)
         probed, report = _probed(data, num_probes, seed, progress)
         probed = probed.in_units(data.scale.square())
         return _result(model, data, weights, probed.shrunk[0], probed, report, mean_report)
-
-
-def _affordable(system: System) -> bool:
-    n, device = system.n, system.noise.device
-    cheap = n**3 <= _EXACT_WORK.get(device.type, 2e11) and factor_bytes(n, 1) <= memory_budget.value(device)
-    return n <= _ALWAYS or cheap
 
 
 def _weights(model: Any, data: TrainingData) -> tuple[Tensor, SolveReport | None]:
