@@ -18,7 +18,6 @@ from ..density import Probes, Samples
 from ..errors import InputError, NumericalError, warn
 from ..fingerprint import tensor_mark
 from ..memory import out_of_memory
-from ..models.accelerated.acceleration import Acceleration
 from ..solvers.loop import compare_ranks
 from . import starts
 from .history import DEAR, FLAT, LOST, SETTLED, STOPPED, UNSURE, FitHistory
@@ -113,7 +112,9 @@ class Fit:
         words = repr((kept, full.kind))
 
         def marks() -> dict[str, str]:
-            return fit_marks(model, mll, f"{words} {_solved_by(self.acceleration)}")
+            used = self.acceleration
+            by = (used.preconditioner, used.column_gradients(), used.matmul, used.matmul_precision) if used else ()
+            return fit_marks(model, mll, f"{words} {by}")
 
         compare_ranks("fit", lambda: {**marks(), "the parameters": tensor_mark(*full.base.parameters)})
         self.record = Record(full.base, checkpoint, every, marks)
@@ -453,14 +454,6 @@ class Fit:
 def _at_lowest(ends: Collection[float], tol: float) -> int:
     """Return how many starts came to the lowest of their ends; ``tol`` is what they have settled by."""
     return sum(end <= min(ends) + max(_SAME, 10 * tol) for end in ends)
-
-
-def _solved_by(acceleration: Acceleration | None) -> tuple[Any, ...]:
-    """Return the choices of an accelerated model that a loss depends on."""
-    if acceleration is None:
-        return ()
-    solver = acceleration.column_gradients()
-    return acceleration.preconditioner, solver, acceleration.matmul, acceleration.matmul_precision
 
 
 @torch.no_grad()

@@ -98,7 +98,7 @@ class Stage:
         self.steps.count(evaluation)
         wrong = fewer is not None and not evaluation.value <= fewer.best_loss + _WORSE
         for one in self.revived:
-            one.take_back() if wrong else one.judge()
+            one.judge(wrong)
         self.revived.clear()
 
     @property

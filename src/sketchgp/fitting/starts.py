@@ -176,18 +176,13 @@ class Revived:
     huge: Tensor
 
     @torch.no_grad()
-    def judge(self) -> None:
-        """Put back those that were huge where the gradient, now present, points there again."""
+    def judge(self, wrong: bool = False) -> None:
+        """Put back those that were huge where the gradient, now present, points there again; all where it is wrong."""
         raw = self.kernel.raw_lengthscale
-        if raw.grad is None or not bool(torch.isfinite(raw.grad).all()):
-            return
-        back = self.huge.to(raw.device) & (raw.grad < 0)
+        back = torch.zeros_like(self.huge, device=raw.device) | wrong
+        if raw.grad is not None and bool(torch.isfinite(raw.grad).all()):
+            back |= self.huge.to(raw.device) & (raw.grad < 0)
         self.kernel.lengthscale = torch.where(back, self.before.to(raw), self.kernel.lengthscale)
-
-    @torch.no_grad()
-    def take_back(self) -> None:
-        """Put all of them back."""
-        self.kernel.lengthscale = self.before.to(self.kernel.raw_lengthscale)
 
 
 @torch.no_grad()
@@ -195,8 +190,7 @@ def revive(model: Any) -> list[Revived]:
     """Move single lengthscales on which the loss hardly depends to where it depends on them a little.
 
     Few rows may take an input for irrelevant, or for a mere label.  Its lengthscale is then huge or tiny, and no
-    gradient would tell more rows better.  One evaluation can then :meth:`Revived.judge` those that were huge, or
-    :meth:`Revived.take_back` all.
+    gradient would tell more rows better.  One evaluation can then :meth:`Revived.judge` them.
     """
     revived, seen = [], inputs_seen(model)
     for kernel in _scaled(model):
