@@ -28,8 +28,8 @@ class Card:
     @classmethod
     def of(cls, title: str, **rows: str | None) -> Card:
         """:param rows: label, with ``_`` for spaces, and text."""
-        kept = ((label.replace("_", " "), text) for label, text in rows.items() if text)
-        return cls(title, tuple((k, t if len(t) <= _LONGEST else f"{t[: _LONGEST - 4]} ...") for k, t in kept))
+        kept = ((label.replace("_", " "), _cut(text)) for label, text in rows.items() if text)
+        return cls(title, tuple(kept))
 
     def text(self) -> str:
         """Return the card as aligned lines."""
@@ -135,6 +135,10 @@ def report_card(report: Any) -> Card:
         peak_memory=in_words(report.peak_memory) if report.peak_memory else None,
         notes="; ".join(report.notes),
     )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
 def shows_progress(asked: bool | None) -> bool:

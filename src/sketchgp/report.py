@@ -288,8 +288,7 @@ def merged(reports: Sequence[SolveReport]) -> SolveReport:
     if len(reports) == 1:
         return reports[0]
     worst = next((report for report in reports if not report.converged), reports[0])
-    histories = [report.history for report in reports]
-    rows = max(map(len, histories))
+    rows = max(len(report.history) for report in reports)
     counted = [report.n for report in reports if report.n is not None]
     bounds = ("deviations", "variance_error", "error_bound", "certain_deviations", "quadratic_bounds")
     together: dict[str, Any] = {name: _together([getattr(report, name) for report in reports]) for name in bounds}
@@ -299,7 +298,7 @@ def merged(reports: Sequence[SolveReport]) -> SolveReport:
         n=max(counted) if counted else None,
         work={name: sum(report.work.get(name, 0) for report in reports) for name in worst.work},
         residual=torch.cat([report.residual for report in reports]),
-        history=torch.cat([part[torch.arange(rows).clamp(max=len(part) - 1)] for part in histories], dim=1),
+        history=torch.cat([_lengthened(report.history, rows) for report in reports], dim=1),
         converged=all(report.converged for report in reports),
         seconds=sum(report.seconds for report in reports),
         setup_seconds=sum(report.setup_seconds for report in reports),
@@ -315,6 +314,11 @@ def _together(parts: list[Tensor | None]) -> Tensor | None:
     """Concatenate the columns of all; return None where some are not known."""
     known = [part for part in parts if part is not None]
     return torch.cat(known, dim=-1) if len(known) == len(parts) else None
+
+
+def _lengthened(history: Tensor, rows: int) -> Tensor:
+    """Repeat the last row until there are ``rows``."""
+    return torch.cat([history, history[-1:].expand(rows - len(history), -1)])
 
 
 @contextmanager

@@ -216,14 +216,17 @@ def element(pairs: Pairs, index: Index) -> Pairs:
     x1, x2 = (x.detach().expand(*batch, *x.shape[-2:])[index] for x in (pairs.x1, pairs.x2))
     x2 = x1 if pairs.x2 is pairs.x1 else x2
     parameters = [p.detach() for p in pairs.parameters]
-    call = pairs.evaluator(pairs.parameters)
-    # a kernel may give a batch without a batch shape
-    if len(kernel.batch_shape) or (pairs.expression is None and call(real(x1[:1]), real(x2[:1])).dim() > 2):
+    if len(kernel.batch_shape) or (pairs.expression is None and _hides_a_batch(pairs, x1, x2)):
         inputs = torch.broadcast_shapes(pairs.x1.shape[:-2], pairs.x2.shape[:-2])
         kernel, names = BatchElement(kernel, index, batch, inputs), tuple(f"whole.{name}" for name in names)
     result = pairs.of([x1, x2, *parameters], kernel=kernel, names=names, centre=None)
     _check(pairs, result, index)
     return result
+
+
+def _hides_a_batch(pairs: Pairs, x1: Tensor, x2: Tensor) -> bool:
+    """Return whether a kernel without a batch shape gives a batch."""
+    return pairs.evaluator(pairs.parameters)(real(x1[:1]), real(x2[:1])).dim() > 2
 
 
 def _check(pairs: Pairs, result: Pairs, index: Index) -> None:
