@@ -95,12 +95,8 @@ def _largest_cluster(x: Tensor) -> Tensor:
         return x
     for _ in range(_SPLITS):
         present = x.isfinite()
-        ranges = x.masked_fill(~present, -torch.inf).amax(dim=-2) - x.masked_fill(~present, torch.inf).amin(dim=-2)
-        widest = ranges.argmax(dim=-1, keepdim=True).unsqueeze(-1).expand(*x.shape[:-1], 1)
-        values = x.gather(-1, widest).squeeze(-1)
-        values, order = values.masked_fill(~values.isfinite(), torch.inf).sort(dim=-1)
-        gaps = values.diff(dim=-1)
-        gaps = gaps.masked_fill(~gaps.isfinite(), 0)
+        high, low = (x.masked_fill(~present, limit) for limit in (-torch.inf, torch.inf))
+        values, order, gaps = _along_widest(x, high.amax(dim=-2, keepdim=True) - low.amin(dim=-2, keepdim=True))
         sizes = gaps.sort(dim=-1).values
         least = sizes.masked_fill(~_separate(sizes), 0).amax(dim=-1, keepdim=True)
         clusters = torch.nn.functional.pad(((gaps >= least) & (least > 0)).cumsum(dim=-1), (1, 0))
@@ -121,8 +117,15 @@ def _may_split(x: Tensor) -> bool:
     low, high = x.aminmax(dim=-2, keepdim=True)
     if not bool((high - low).isfinite().all()):
         return True
-    values = x.take_along_dim((high - low).argmax(dim=-1, keepdim=True), dim=-1).squeeze(-1).sort(dim=-1).values
-    return bool(_separate(values.diff(dim=-1).sort(dim=-1).values).any())
+    return bool(_separate(_along_widest(x, high - low)[2].sort(dim=-1).values).any())
+
+
+def _along_widest(x: Tensor, ranges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the values along the coordinate of the largest range in order, their places, and the gaps between them."""
+    values = x.take_along_dim(ranges.argmax(dim=-1, keepdim=True), dim=-1).squeeze(-1)
+    values, order = values.masked_fill(~values.isfinite(), torch.inf).sort(dim=-1)
+    gaps = values.diff(dim=-1)
+    return values, order, gaps.masked_fill(~gaps.isfinite(), 0)
 
 
 def _separate(sizes: Tensor) -> Tensor:
