@@ -52,6 +52,8 @@ _ROUNDED = 4  # roundings between values that may be meant to be one
 _WRONG = 1e-8  # of k(0), that the polynomial may be off
 _FINER = 4  # times as many cells that an exact lattice may have
 _DIVISORS = 6  # smaller steps that are tried
+# of values at some shifts, in units of the reach: what a coefficient of a power of one coordinate is made of
+_DIFFERENCES = (((0, 1.0),), ((-1, -0.5), (1, 0.5)), ((-1, 0.5), (0, -1.0), (1, 0.5)))
 
 Powers = tuple[int, ...]  # of the offsets s, one number for each coordinate
 
@@ -247,18 +249,10 @@ def _spectra(pairs: Pairs, grid: Grid) -> dict[Powers, Tensor] | None:
     result, between = {}, (0.4 - 0.1 * torch.arange(len(reach))).to(differences) * (differences > 0)
     left = moved(between) if any(reach) else None
     for powers in grid.powers:
-        back = tuple(-a for a in powers)
-        if sum(powers) == 0:
-            values = at(powers)
-        elif max(powers) == 2:
-            half = tuple(a / 2 for a in powers)
-            values = (at(half) + at(tuple(-a for a in half)) - 2 * at((0,) * len(powers))) / 2
-        elif sum(powers) == 1:
-            values = (at(powers) - at(back)) / 2
-        else:
-            first = tuple(a * (number == powers.index(1)) for number, a in enumerate(powers))
-            second = tuple(a - b for a, b in zip(powers, first, strict=True))
-            values = at(powers) - at(first) - at(second) + at((0,) * len(powers))
+        values = torch.zeros(grid.sizes, dtype=torch.float64, device=pairs.device)
+        for points in itertools.product(*(_DIFFERENCES[power] for power in powers)):
+            shift, numbers = zip(*points, strict=True)
+            values += math.prod(numbers) * at(shift)
         result[powers] = torch.fft.rfftn(grid.whole(values, powers))
         if left is not None:
             left -= values * between.pow(torch.tensor(powers).to(between)).prod(dim=1).reshape(grid.sizes)
