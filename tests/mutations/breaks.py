@@ -118,8 +118,8 @@ BREAKS = (
         "l1 distances are scaled by a root that is for squares",
     ),
     Break(
-        "t[..., start:stop, start + shift : stop + shift]",
-        "t[..., start:stop, start:stop]",
+        "t.diagonal(rows.start + self.diagonal - columns.start,",
+        "t.diagonal(rows.start - columns.start,",
         TILES,
         "wrong entries of a tile are put to distance zero",
     ),

@@ -118,15 +118,11 @@ class Distances:
             self._rows = (rows, block)
         return self._rows[1]
 
-    def tile(self, rows: slice, columns: slice, out: Tensor, buffer: Callable[[], Tensor]) -> Tensor:
-        """The tile, in ``out``; ``buffer()`` gives one more of the same shape."""
-        t = self._tile(rows, columns, out, buffer)
-        return t if self.least is None else t.clamp_(min=self.least)
-
-    def _tile(self, rows: slice, columns: slice, out: Tensor, buffer: Callable[[], Tensor]) -> Tensor:
+    def tile(self, rows: slice, columns: slice, out: Tensor, spare: Tensor) -> Tensor:
+        """The tile, in ``out``; ``spare`` has the same shape, and is overwritten."""
         if self.direct:
             sign = -1 if self.profile.factor < 0 else 1
-            spare, total = buffer(), out.new_zeros(())
+            total = out.new_zeros(())
             for feature in range(self.left.shape[-1]):
                 a, b = self.left[..., rows, feature], self.right[..., columns, feature]
                 torch.sub(a.unsqueeze(-1), b.unsqueeze(-2), out=spare)
@@ -299,37 +295,32 @@ class FastTiles:
         """Let the next tile take the buffers of the last one."""
         self._taken = 0
 
-    def _last(self, rows: slice, columns: slice) -> Tensor:
-        """The buffer that ``take`` gives next."""
-        buffer = self.take(rows, columns)
-        self._taken -= 1
-        return buffer
-
-    def distance(self, atom: int, rows: slice, columns: slice) -> Tensor:
-        t = self.distances[atom].tile(rows, columns, self.take(rows, columns), lambda: self._last(rows, columns))
+    def distance(self, atom: int, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """Return the tile of ``t`` of an atom, and a buffer of its shape."""
+        distances, spare = self.distances[atom], self.take(rows, columns)
+        t = distances.tile(rows, columns, self.take(rows, columns), spare)
+        if distances.least is not None:
+            t.clamp_(min=distances.least)
         if self.diagonal is not None:  # entries of the diagonal are exactly at distance 0
-            first, shift = rows.start, rows.start + self.diagonal - columns.start
-            start, stop = max(0, -shift), min(rows.stop - first, columns.stop - columns.start - shift)
-            if start < stop:
-                t[..., start:stop, start + shift : stop + shift].diagonal(dim1=-2, dim2=-1).zero_()
+            t.diagonal(rows.start + self.diagonal - columns.start, dim1=-2, dim2=-1).zero_()
         if self.coincident is not None:
             i, j = self.coincident
             inside = (i >= rows.start) & (i < rows.stop) & (j >= columns.start) & (j < columns.stop)
             if t.device.type == "cpu":
                 t[..., i[inside] - rows.start, j[inside] - columns.start] = 0
-                return t
+                return t, spare
             # a device would have to tell how many there are: so of all pairs, those elsewhere add 0 to some entry
             i, j = (i - rows.start).clamp(0, t.shape[-2] - 1), (j - columns.start).clamp(0, t.shape[-1] - 1)
             t.view(*self.batch, -1).index_add_(-1, i * t.shape[-1] + j, torch.where(inside, -t[..., i, j], 0))
-        return t
+        return t, spare
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
         """The tile without the ``outputscale``, in a buffer that the next call overwrites."""
         self.free()
         values = []
         for number, atom in enumerate(self.expression.atoms):
-            t = self.distance(number, rows, columns)
-            values.append(atom.profile.value(t, self.take(rows, columns), self.features[number].alpha))
+            t, spare = self.distance(number, rows, columns)
+            values.append(atom.profile.value(t, spare, self.features[number].alpha))
         if self.single:
             return values[0]
         out = self.take(rows, columns).zero_()
@@ -425,10 +416,9 @@ class _AtomSums:
             self.of_right[..., columns, k] -= part.sum(dim=-2)
 
     def _products(self, rows: slice, columns: slice, g: Tensor, a: Tensor) -> None:
-        if self.same and (start := max(rows.start, columns.start)) < (stop := min(rows.stop, columns.stop)):
+        if self.same:
             # Distances on the diagonal are 0: its entries, often the largest, must not leave rounding errors behind.
-            part = g[..., start - rows.start : stop - rows.start, start - columns.start : stop - columns.start]
-            part.diagonal(dim1=-2, dim2=-1).zero_()
+            g.diagonal(rows.start - columns.start, dim1=-2, dim2=-1).zero_()
         self._far(rows, columns, g)
         for where, difference in self.distances.differences(rows, columns):  # a slope of 1/s: products would cancel
             self._near(rows, columns, where, g[where].unsqueeze(-1), difference)
@@ -517,7 +507,7 @@ class FastGradient:
         tiles.free()
         values, slopes, alphas, kept = [], [], [], []
         for number, atom in enumerate(expression.atoms):
-            t, spare = tiles.distance(number, rows, columns), tiles.take(rows, columns)
+            t, spare = tiles.distance(number, rows, columns)
             isotropic = self.sums[number].mode == "isotropic" and self.sums[number].wanted
             kept.append(tiles.take(rows, columns).copy_(t) if isotropic else None)
             alpha = tiles.features[number].alpha
