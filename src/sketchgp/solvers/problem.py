@@ -148,9 +148,7 @@ def check_plain(owner: str, kernel: Any, x: Tensor | RowSource, name: str) -> No
     """:raises InputError: for a kernel with structure of its own, or one that is of other features than x has."""
     try:
         KernelMatrix.of(kernel, x[:1], engine="tiled")
-    except SketchGPError:
-        raise
-    except (RuntimeError, IndexError) as error:
+    except (SketchGPError, RuntimeError, IndexError) as error:
         raise InputError(
             f"{owner}: kernel cannot be evaluated on {name} of {x.shape[1]} feature(s): {error}"
         ) from error
