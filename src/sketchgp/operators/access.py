@@ -219,25 +219,16 @@ def _columns(operator: LinearOperator, indices: Tensor) -> Tensor:
 
 
 def block(operator: LinearOperator, rows: Tensor, columns_: Tensor) -> Tensor:
-    """Return the dense block ``operator[rows, columns]``, ``(..., p, q)``."""
+    """Return the dense block ``operator[rows, columns]``, ``(..., p, q)``; of one matrix many blocks at once."""
 
     def leaf(part: LinearOperator) -> Tensor:
         if isinstance(part, KernelMatrix):
             return part.block(rows, columns_)
         if isinstance(part, DenseLinearOperator):
+            if rows.dim() > 1 and not part.batch_shape:
+                return part.tensor[rows.unsqueeze(-1), columns_.unsqueeze(-2)]
             return take(take(part.tensor, rows, -2), columns_, -1)
         return take(_columns(part, columns_), rows, -2)
-
-    return fold(operator, leaf, MATRICES)
-
-
-def blocks_of(operator: LinearOperator, index: Tensor) -> Tensor:
-    """Return the blocks ``operator[index, index]``, ``(b, p, p)``, for indices ``(b, p)``; see :func:`has_entries`."""
-
-    def leaf(part: LinearOperator) -> Tensor:
-        if isinstance(part, KernelMatrix):
-            return part.block(index, index)
-        return part.tensor[index.unsqueeze(-1), index.unsqueeze(-2)]
 
     return fold(operator, leaf, MATRICES)
 
@@ -423,17 +414,6 @@ class RowProduct:
             else:
                 result = columns(operator, indices).mT[:, span].to(vectors.dtype) @ vectors
             total += result.to(torch.float64) * scale
-        return total
-
-    def stored_block(self, indices: Tensor) -> Tensor | None:
-        """``K[indices, indices]`` in float64, as it is stored; None where some of K is not stored."""
-        total: Tensor | None = None
-        for scale, operator in self._terms:
-            matrix = _stored(operator)
-            if matrix is None:
-                return None
-            part = matrix.index_select(0, indices).index_select(1, indices).to(torch.float64) * scale
-            total = part if total is None else total + part
         return total
 
     def _product(self, operator: LinearOperator, indices: Tensor, vectors: Tensor, columns_: Tensor | None) -> Tensor:

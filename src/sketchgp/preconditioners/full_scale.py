@@ -38,7 +38,7 @@ from ..checks import count, settle
 from ..checks import seed as seed_check
 from ..errors import InputError, NumericalError
 from ..operators import KernelMatrix
-from ..operators.access import Access, blocks_of, evaluated_accurately, has_entries, terms
+from ..operators.access import Access, block, evaluated_accurately, has_entries, terms
 from ..operators.substitution import cholesky_solve
 from ..operators.tiles import spans
 from ..random_streams import generator
@@ -153,7 +153,7 @@ class FullScaleFactor:
         for rows in self.neighbors.blocks(self.rank):
             index, known = self.neighbors.rows(rows)
             weights[rows], self.variances[rows] = _regression(
-                blocks_of(operator, index), factor[index], noise[index], known
+                block(operator, index, index), factor[index], noise[index], known
             )
         self._regress, self._turned = (self.neighbors.matrix(weights, turned) for turned in (False, True))
         self._scale = self.variances.rsqrt().unsqueeze(1)
@@ -265,7 +265,7 @@ class FullScaleFactor:
             for rows in self.neighbors.blocks(self.rank):
                 index, known = self.neighbors.rows(rows)
                 part = factor[index].requires_grad_()
-                b, v = _regression(blocks_of(matrix(), index), part, noise[index], known)
+                b, v = _regression(block(matrix(), index, index), part, noise[index], known)
                 rest = vectors[index]
                 white = (rest[:, 0] - (b.unsqueeze(1) @ rest[:, 1:]).squeeze(1)) / v.sqrt().unsqueeze(1)
                 value = h * (v.log().sum() + white[:, t:].square().sum()) - (c[rows] * white[:, :t]).sum()

@@ -19,8 +19,6 @@ from ..space import SharedSpace, Space, whole
 _LEAST_BLOCK = 256
 _PIVOTS = 64  # of a stored remainder: of kin40k they leave 1e-4 of the entries, and cost a fifth of its time
 _FLOPS_PER_ENTRY = 20  # of a block's Cholesky factorization, in the time that one kernel entry takes
-_SPREAD = 4.0  # norm of a matrix of b x b independent rounding errors, over sqrt(b) of them
-_TOLERATED = 0.05  # relative error of a block with its noise that its inverse may have
 _COPIES = 4  # of a block that are held at once
 
 
@@ -211,24 +209,6 @@ class System:
         """``K[rows, columns]`` in float64, without the noise."""
         self.entries += len(rows) * len(columns)
         return self.access.block(rows, columns)
-
-    def square_block(self, rows: Tensor) -> Tensor:
-        """``K[rows, rows]`` in float64, to be inverted with its noise.
-
-        Read from the stored matrix, if there is one and the rounding of its entries is small beside the noise.
-        """
-        if self._spread * len(rows) ** 0.5 < _TOLERATED:
-            stored = self._rows.stored_block(rows)
-            if stored is not None:
-                self.entries += len(rows) ** 2
-                return stored
-        return self.block(rows, rows)
-
-    @cached_property
-    def _spread(self) -> float:
-        """Rounding error of an entry of K over the least noise."""
-        resolution = torch.finfo(self.dtype).eps * float(self.access.diagonal().max())
-        return _SPREAD * resolution / float(self.diagonal.min())
 
 
 def automatic_block_size(n: int, device: torch.device) -> int:

@@ -118,7 +118,7 @@ class SharedInverses:
         entries = self.system.entries  # counted by all ranks, once a block is used
         if self.shards.rank < len(self.ahead):
             rows = self.ahead[self.shards.rank][0]
-            block = self.system.square_block(rows)
+            block = self.system.block(rows, rows)
             self.own = block_inverse(block, self.system.diagonal[rows, 0], None, generator).checked()
         self.system.entries = entries
 
@@ -206,7 +206,7 @@ class Partition:
 
     def _inverse(self, number: int, rows: Tensor) -> BlockInverse:
         stream = generator(self.seed, f"inverse of block {number} of a fixed partition")
-        return block_inverse(self.system.square_block(rows), self.system.diagonal[rows, 0], self.rank, stream)
+        return block_inverse(self.system.block(rows, rows), self.system.diagonal[rows, 0], self.rank, stream)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,4 +285,4 @@ class InvertedBlocks(BlockMethod):
         rows, self.tensors["rest"] = next_block(sampling, system.n, size, rest, generator, system.device)
         if self.shared is not None and not self.rank and rank != 0 and sampling == "shuffled":
             return rows, self.shared.inverse(rows, self._following(size, generator), generator)
-        return rows, block_inverse(system.square_block(rows), system.diagonal[rows, 0], rank, generator)
+        return rows, block_inverse(system.block(rows, rows), system.diagonal[rows, 0], rank, generator)
