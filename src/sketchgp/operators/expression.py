@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from gpytorch.kernels import (
@@ -40,6 +41,8 @@ from .generic_tiles import BatchElement
 from .lazies import check_columns
 from .profiles import GAUSS, LAPLACE, MATERN, RATIONAL_QUADRATIC, WAVES, Profile
 
+T = TypeVar("T")
+_SEEN = {torch.float32: 1e-3, torch.float64: 1e-8}  # errors of a squared distance above which points are far
 _MOST = 16  # terms and factors; beyond, calling the kernel is simpler and as fast
 
 
@@ -71,9 +74,6 @@ class Features:
     :ivar alpha: the shape parameter of a rational quadratic kernel, ``(*b, 1, 1)`` or ``()``.
     :ivar memo: values made of the right side alone, which parts of a matrix with the same one share.
     :ivar whole: for a part of a matrix, the features of all its rows and columns.
-    :ivar near: whether no pair of the rows and columns is far from the centre; None while that is unknown.
-    :ivar far: where some are, which rows and which columns, on the CPU.
-    :ivar normal: whether no value of an exponential function of a distance can be a denormal number; None as above.
     :ivar rows: and ``columns``, for a part of a matrix: their indices in the whole; None for all.
     """
 
@@ -81,13 +81,43 @@ class Features:
     right: Tensor
     weight: Tensor | None
     alpha: Tensor | None
-    memo: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    memo: dict[str, Any] = field(default_factory=dict, repr=False)
     whole: Features | None = None
-    near: bool | None = None
-    far: tuple[Tensor, Tensor] | None = None
-    normal: bool | None = None
     rows: Tensor | None = None
     columns: Tensor | None = None
+
+    @property
+    def root(self) -> Features:
+        """Features of all rows and columns, which these are some of."""
+        return self if self.whole is None else self.whole.root
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """Return ``make()``, remembered for other parts of a matrix with the same right side."""
+        if name not in self.memo:
+            self.memo[name] = make()
+        return self.memo[name]
+
+    @cached_property
+    def far(self) -> tuple[Tensor, Tensor] | None:
+        """Masks of far rows and far columns, on the CPU; None where either has none.
+
+        They are computed once for all parts of a matrix, since a device is waited for.
+        """
+        if self.whole is None:
+            sides = [far_points(side.square().sum(dim=-1)) for side in (self.left, self.right)]
+            rows, columns = torch.cat(sides).cpu().split([len(side) for side in sides])
+        elif self.whole.far is None:
+            return None
+        else:
+            indices = zip(self.whole.far, (self.rows, self.columns), strict=True)
+            rows, columns = (mask if i is None else mask[here(i)] for mask, i in indices)
+        return (rows, columns) if bool(rows.any() & columns.any()) else None
+
+
+def far_points(squares: Tensor) -> Tensor:
+    """Return a mask of points whose squared distances may be wrong by more than ``_SEEN`` in some matrix of a batch."""
+    limit = _SEEN[squares.dtype] / (8 * torch.finfo(squares.dtype).eps)
+    return (squares > limit).reshape(-1, squares.shape[-1]).any(dim=0)
 
 
 @dataclass
@@ -107,7 +137,7 @@ class Prepared:
             left = convert(f.left)
             right = left if f.right is f.left else convert(f.right)
             weight, alpha = (None if t is None else convert(t) for t in (f.weight, f.alpha))
-            parts.append(Features(left, right, weight, alpha, near=f.near, far=f.far, normal=f.normal))
+            parts.append(Features(left, right, weight, alpha, whole=f))
         return Prepared(tuple(parts), convert(self.coefficients))
 
     def part(self, rows: Tensor | None, columns: Tensor | None) -> Prepared:
@@ -168,8 +198,9 @@ class Expression:
                 alpha = self.own(atom.leaves[0].kernel.alpha, 1).to(dtype)  # (*b, 1)
                 alpha = _flat(alpha.unsqueeze(-1), batch) if len(batch) else alpha.reshape(())
             weight = None if weight is None else _flat(weight, batch)
-            far = None if known is None else known[number]
-            features.append(Features(left, right, weight, alpha, near=None if known is None else far is None, far=far))
+            features.append(Features(left, right, weight, alpha))
+            if known is not None:
+                features[-1].far = known[number]
         coefficients = []
         for scales in self.scales:
             c = torch.ones((), dtype=dtype, device=x1.device)

@@ -13,14 +13,14 @@ once instead of twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..devices import here, sent
-from .expression import Expression, Features, Prepared
+from ..devices import sent
+from .expression import Expression, Features, Prepared, far_points
 from .profiles import GAUSS, LAPLACE, LEAST, MATERN, Profile
 from .tiles import padded, spans
 
@@ -29,7 +29,6 @@ _DIRECT_KINK = 4  # for a profile with a kink at 0;
 _DIRECT_FAR = 32  # and where most pairs of points are far from the centre
 _CDIST = (8, 64)  # features between which torch.cdist is the fastest way to l1 distances on CPUs
 _KINK = {torch.float32: 2e-6, torch.float64: 2e-13}  # errors of a distance that a kink at 0 may leave
-_SEEN = {torch.float32: 1e-3, torch.float64: 1e-8}  # errors of a squared distance above which points are far
 _PAIRS = 2**22  # differences that are made at once for near pairs
 
 
@@ -76,23 +75,23 @@ class Distances:
         else:
             self.direct = 1 <= p <= (_DIRECT_KINK if profile is MATERN[0.5] else _DIRECT)
             if not self.direct and self.left.numel() and self.right.numel():
-                self.direct = _far_pairs(features) is not None and p <= _DIRECT_FAR and _mostly_far(features)
+                self.direct = features.far is not None and p <= _DIRECT_FAR and _mostly_far(features)
         self.near: tuple[Tensor, ...] | None = None
         if self.direct:
             root = torch.as_tensor(self.factor, dtype=self.left.dtype).abs()
             root = root if profile.l1 else root.sqrt()
             # one feature after the other in memory, so that a tile's rows are read in order
             self.left = (self.left * root).mT.contiguous().mT
-            self.right = self._once(features, "direct", lambda: (self.right * root).mT.contiguous().mT)
+            self.right = features.once("direct", lambda: (self.right * root).mT.contiguous().mT)
         elif not profile.l1:
-            self.augmented = self._once(features, "augmented", lambda: _augmented(features.right))
+            self.augmented = features.once("augmented", lambda: _augmented(features.right))
             self.reduced = self.left.dtype == torch.float32 and _reduced(self.left.device)
             if self.left.numel() and self.right.numel():
-                self.far = _far_pairs(features)
+                self.far = features.far
                 if profile is MATERN[0.5]:
                     squares = self.left.square().sum(dim=-1)
                     # of each row and each column, so that one that lies far from all others makes none but its own near
-                    of_columns = self._once(features, "limit", lambda: self._limit(self.augmented[..., -1]))
+                    of_columns = features.once("limit", lambda: self._limit(self.augmented[..., -1]))
                     self.limits = (self._limit(squares).unsqueeze(-1), of_columns.unsqueeze(-2))
         self._rows: tuple[slice, Tensor] | None = None
         self.least = LEAST[self.left.dtype] if _leaves_the_normal(profile, features) else None
@@ -101,13 +100,6 @@ class Distances:
         """The t below which a pair's error of ``2 eps |a|^2`` is seen, for each ``|a|^2``; 0 for rows that are far."""
         scale = torch.finfo(squares.dtype).eps / _KINK[squares.dtype]
         return _lambert(scale * squares.masked_fill(far_points(squares), 0)).square() * self.factor
-
-    @staticmethod
-    def _once(features: Features, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return ``make()``, remembered for other parts of a matrix with the same right side."""
-        if name not in features.memo:
-            features.memo[name] = make()
-        return features.memo[name]
 
     def _block(self, rows: slice) -> Tensor:
         """The left side ``[-2 f a, f |a|^2, f]`` of some rows, which stays the same along a row of tiles."""
@@ -170,39 +162,10 @@ class Distances:
             yield where, a[where[:-1]] - b[where[:-2] + where[-1:]]
 
 
-def _far_pairs(features: Features) -> tuple[Tensor, Tensor] | None:
-    """Return masks of far rows and far columns, on the CPU; None where either has none.
-
-    They are computed once for all parts of a matrix, since a device is waited for.
-    """
-    if features.near is None:
-        if features.whole is None:
-            sides = [far_points(side.square().sum(dim=-1)) for side in (features.left, features.right)]
-            rows, columns = torch.cat(sides).cpu().split([len(side) for side in sides])
-        elif (result := _far_pairs(features.whole)) is not None:
-            indices = (features.rows, features.columns)
-            rows, columns = (mask if i is None else mask[here(i)] for mask, i in zip(result, indices, strict=True))
-        else:
-            features.near = True
-            return None
-        features.near = not bool(rows.any() & columns.any())
-        features.far = None if features.near else (rows, columns)
-    return features.far
-
-
 def _mostly_far(features: Features) -> bool:
     """Return whether half of all pairs are of two far points, for all parts of a matrix alike."""
-    if features.whole is not None:
-        return _mostly_far(features.whole)
-    assert features.far is not None
-    rows, columns = features.far
-    return float(rows.double().mean() * columns.double().mean()) >= 0.5
-
-
-def far_points(squares: Tensor) -> Tensor:
-    """Return a mask of points whose squared distances may be wrong by more than ``_SEEN`` in some matrix of a batch."""
-    limit = _SEEN[squares.dtype] / (8 * torch.finfo(squares.dtype).eps)
-    return (squares > limit).reshape(-1, squares.shape[-1]).any(dim=0)
+    far = features.root.far
+    return far is not None and float(far[0].double().mean() * far[1].double().mean()) >= 0.5
 
 
 def _lambert(c: Tensor) -> Tensor:
@@ -220,12 +183,9 @@ def _leaves_the_normal(profile: Profile, features: Features) -> bool:
     """
     if features.left.device.type != "cpu" or profile not in (GAUSS, LAPLACE):
         return False
-    if features.normal is None and features.whole is not None:
-        features.normal = not _leaves_the_normal(profile, features.whole)
-    elif features.normal is None:
-        most = -2 * LEAST[features.left.dtype]
-        features.normal = bool((farthest(profile, features) * abs(profile.factor) <= most).all())
-    return not features.normal
+    whole = features.root
+    most = -2 * LEAST[whole.left.dtype] / abs(profile.factor)
+    return whole.once("leaves the normal", lambda: not bool((farthest(profile, whole) <= most).all()))
 
 
 def farthest(profile: Profile, features: Features) -> Tensor:

@@ -19,8 +19,7 @@ from ..distributed import Shards, in_force
 from ..fingerprint import Memory
 from ..row_sources import RowSource
 from .centre import Centre
-from .expression import Expression, Known, Prepared, recognise
-from .fast_tiles import far_points
+from .expression import Expression, Known, Prepared, far_points, recognise
 from .generic_tiles import evaluate, parameters_as, real
 from .tiles import spans
 
