@@ -321,7 +321,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 
 CHILD = """
-import resource, sys
+import gc, resource, sys
 sys.path.insert(0, sys.argv[1])
 from test_row_sources import RowSource, np, solved, torch
 
@@ -330,6 +330,7 @@ for name in ("ASkotch", "EigenPro4"):
     x = np.load(f"{directory}/{name}-x.npy", mmap_mode="r")
     y = torch.from_numpy(np.load(f"{directory}/{name}-y.npy"))
     solved(name, x[: len(x) // 8], y[: len(x) // 8])  # libraries take what they need
+    gc.collect()  # what goes later would make room
     used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, (used * 1024 + x.nbytes * 19 // 20, resource.RLIM_INFINITY))
     try:
