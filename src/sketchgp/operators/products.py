@@ -36,19 +36,14 @@ def product(pairs: Pairs, rhs: Tensor) -> Tensor:
         return shards.sum(TILED.product(pairs, rhs, _half(pairs, shards)), spare=True)
     down = n >= m
     span = shards.span(n if down else m)
-    if span.stop == span.start:
-        result = rhs.new_zeros(*pairs.flat_batch, 0 if down else n, rhs.shape[-1])
-    else:
-        own = _own(pairs, span, down)
-        result = trusted(engine, own, rhs.shape[-1]).product(own, rhs if down else rhs[..., span, :])
+    own = _own(pairs, span, down)
+    result = trusted(engine, own, rhs.shape[-1]).product(own, rhs if down else rhs[..., span, :])
     return shards.gather(result, n) if down else shards.sum(result, spare=True)
 
 
 def part_of_rows(pairs: Pairs, indices: Tensor, rhs: Tensor, span: slice) -> Tensor:
     """``K[indices, span] rhs`` by this rank alone, for rhs ``(h, t)``: its part of ``K[indices] v``, for the rows of v
     that it holds.  The matrix has no batch."""
-    if span.stop == span.start:
-        return rhs.new_zeros(len(indices), rhs.shape[-1])
     some = part(_own(pairs, span, False), indices, None)
     result = trusted(choose(some), some, rhs.shape[-1]).product(some, _multiplicand(some, rhs))
     return result.to(rhs.dtype)
@@ -82,9 +77,6 @@ def derivative(pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
         return summed(shards, TILED.derivative(pairs, left, right, within))
     span = shards.span(n)
     own = pairs.at(pairs.x1.detach()[..., span, :].requires_grad_(pairs.x1.requires_grad), pairs.x2, False)
-    if span.stop == span.start:
-        result = tuple(torch.zeros_like(t) if t.requires_grad else None for t in pairs.tensors)
-        return summed(shards, result)
     engine = trusted(engine, own, left.shape[-1], gradient=True)
     of_rows, *rest = engine.derivative(own, left[..., span, :], right)
     whole = None
