@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 import torch
@@ -295,12 +296,7 @@ class FastTiles:
 
 def multiply(factors: list[Tensor], out: Tensor) -> Tensor:
     """The elementwise product of one or more tensors; a single one is returned as it is."""
-    if len(factors) == 1:
-        return factors[0]
-    torch.mul(factors[0], factors[1], out=out)
-    for factor in factors[2:]:
-        out.mul_(factor)
-    return out
+    return reduce(lambda product, factor: torch.mul(product, factor, out=out), factors)
 
 
 _MANY = 16  # features from which torch's own backward pass of l1 distances is faster than one feature at a time

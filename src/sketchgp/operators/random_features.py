@@ -56,14 +56,7 @@ class PriorPaths:
         self._expression = expression = recognise_waves(kernel, advice)
         prepared = self._prepare(self.origin)
         self.terms = [
-            _Waves.drawn(
-                [(index, expression, prepared.features[index]) for index in term],
-                samples,
-                self.frequencies,
-                generator,
-                self.origin.device,
-            )
-            for term in expression.terms
+            _Waves.drawn(expression, term, prepared, samples, self.frequencies, generator) for term in expression.terms
         ]
 
     def part(self, which: slice) -> PriorPaths:
@@ -126,24 +119,26 @@ class _Waves:
     @classmethod
     def drawn(
         cls,
-        factors: list[tuple[int, Expression, Features]],
+        expression: Expression,
+        term: tuple[int, ...],
+        prepared: Prepared,
         samples: int,
         frequencies: int,
         generator: torch.Generator,
-        device: torch.device,
     ) -> _Waves:
-        """:param factors: index in an expression, that, and the features (at any point) of each factor."""
+        """:param term: indices of its factors; :param prepared: features at any point."""
         seed = int(torch.randint(2**62, (), generator=generator))
         uniforms = Philox(seed, "frequencies and phases of functions")
-        if not factors:
+        features, device = prepared.features, prepared.coefficients.device
+        if not term:
             phases = torch.special.ndtri(uniforms(torch.arange(samples), 1).squeeze(1))
             return cls(samples, frequencies, (), phases.to(device))
-        widths = [features.left.shape[-1] for *_, features in factors]
-        counts = [numbers(expression, index, p) for (index, expression, _), p in zip(factors, widths, strict=True)]
+        widths = [features[index].left.shape[-1] for index in term]
+        counts = [numbers(expression, index, width) for index, width in zip(term, widths, strict=True)]
         *parts, phases = uniforms(torch.arange(samples * frequencies), sum(counts) + 1).split([*counts, 1], dim=1)
         weights = []
-        for (index, expression, features), p, part in zip(factors, widths, parts, strict=True):
-            drawn = drawn_from(expression, index, p, part, features.alpha).div_(2 * math.pi)
+        for index, width, part in zip(term, widths, parts, strict=True):
+            drawn = drawn_from(expression, index, width, part, features[index].alpha).div_(2 * math.pi)
             weights.append((index, drawn.to(device)))
         return cls(samples, frequencies, tuple(weights), phases.squeeze(1).contiguous().to(device))
 

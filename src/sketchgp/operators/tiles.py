@@ -70,14 +70,12 @@ def pieces(rows: int, columns: int, shape: Shape, half: bool, within: slice | No
     for down in spans(within.stop, shape[0], within.start):
         start = 0
         if half:
-            for part in spans(down.stop - down.start, shape[1]):
-                part = slice(down.start + part.start, down.start + part.stop)
-                for across in spans(down.stop - part.start, shape[1]):
-                    across = slice(part.start + across.start, part.start + across.stop)
+            for part in spans(down.stop, shape[1], down.start):
+                for across in spans(down.stop, shape[1], part.start):
                     yield part, across, across.start > part.start
             start = down.stop
-        for across in spans(columns - start, shape[1]):
-            yield down, slice(start + across.start, start + across.stop), half
+        for across in spans(columns, shape[1], start):
+            yield down, across, half
 
 
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
