@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..devices import sent
 from .expression import Prepared, recognise_waves
-from .spectrum import Philox, frequencies, heavy, numbers
+from .spectrum import Philox, draw_frequencies, heavy, numbers
 
 _PATTERN = 64  # pairs of features among which the terms of a kernel have their shares
 _CHUNK = 256  # numbers of a term for which frequencies are made together
@@ -34,12 +34,12 @@ class Made(NamedTuple):
 class _Term(NamedTuple):
     """One summand of the kernel.
 
-    :ivar factors: of each its index, its width, and how many uniform numbers a pair takes; none of a constant.
+    :ivar factors: indices; none of a constant.
     :ivar slots: ``(s,)`` places in a pattern of ``_PATTERN`` pairs that are this term's.
     :ivar uniforms: where its random numbers come from.
     """
 
-    factors: list[tuple[int, int, int]]
+    factors: tuple[int, ...]
     slots: Tensor
     uniforms: Philox
 
@@ -66,17 +66,14 @@ class RandomFeatures:
         self._expression = recognise_waves(self.kernel)
         with torch.no_grad():
             at_origin = self._prepared(self.origin)
-        self._alphas = tuple(f.alpha for f in at_origin.features)
-        self._terms = self._make_terms([f.left.shape[-1] for f in at_origin.features], at_origin.coefficients)
+        self._factors = at_origin.features
+        terms = zip(self._expression.terms, _shares(at_origin.coefficients), strict=True)
+        self._terms = [
+            _Term(term, slots, Philox(seed, f"random features of term {number}"))
+            for number, (term, slots) in enumerate(terms)
+        ]
         self._kept: dict[tuple[Any, ...], list[Tensor]] = {}
         self._kept_bytes = 0
-
-    def _make_terms(self, widths: list[int], shares: Tensor) -> list[_Term]:
-        expression, terms = self._expression, []
-        for number, (term, slots) in enumerate(zip(expression.terms, _shares(shares), strict=True)):
-            factors = [(index, widths[index], numbers(expression, index, widths[index])) for index in term]
-            terms.append(_Term(factors, slots, Philox(self.seed, f"random features of term {number}")))
-        return terms
 
     def prepare(self, x: Tensor) -> Made:
         """Return the values that features of x ``(p, d)`` are made of, in float64 where large phases need it."""
@@ -137,7 +134,7 @@ class RandomFeatures:
         term, parts, like = self._terms[number], made.parts, made.coefficients
         weights = [w[start:stop] for w in self._weights(number, chunk, like)]
         turns: Tensor | None = None
-        for (index, *_), w in zip(term.factors, weights, strict=True):
+        for index, w in zip(term.factors, weights, strict=True):
             u = parts[index].to(w.dtype)
             turns = u @ w.mT if turns is None else torch.addmm(turns, u, w.mT)
         if turns is None:
@@ -160,13 +157,10 @@ class RandomFeatures:
 
     def _drawn(self, term: _Term, chunk: int, like: Tensor) -> list[Tensor]:
         rows = torch.arange(chunk, chunk + _CHUNK, device=like.device)
-        counts, result = [count for *_, count in term.factors], []
-        uniforms = term.uniforms(rows, sum(counts)).split(counts, dim=1)
-        for (index, width, _), own in zip(term.factors, uniforms, strict=True):
-            drawn = frequencies(self._expression, index, width, own, self._alphas[index])
-            dtype = torch.float64 if heavy(self._expression, index) else like.dtype
-            result.append(drawn.div(2 * math.pi).to(dtype))
-        return result
+        uniforms = term.uniforms(rows, sum(numbers(self._expression, term.factors, self._factors)))
+        drawn = draw_frequencies(self._expression, term.factors, self._factors, uniforms)
+        pairs = zip(term.factors, drawn, strict=True)
+        return [w if heavy(self._expression, index) else w.to(like.dtype) for index, w in pairs]
 
 
 def _shares(coefficients: Tensor) -> list[Tensor]:

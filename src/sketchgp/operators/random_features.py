@@ -20,8 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from .expression import Expression, Features, Prepared, recognise_waves
 from .kernel_matrix import KernelMatrix
-from .spectrum import Philox, numbers
-from .spectrum import frequencies as drawn_from
+from .spectrum import Philox, draw_frequencies, numbers
 from .tall import constant
 from .tiles import spans
 
@@ -133,14 +132,11 @@ class _Waves:
         if not term:
             phases = torch.special.ndtri(uniforms(torch.arange(samples), 1).squeeze(1))
             return cls(samples, frequencies, (), phases.to(device))
-        widths = [features[index].left.shape[-1] for index in term]
-        counts = [numbers(expression, index, width) for index, width in zip(term, widths, strict=True)]
-        *parts, phases = uniforms(torch.arange(samples * frequencies), sum(counts) + 1).split([*counts, 1], dim=1)
-        weights = []
-        for index, width, part in zip(term, widths, parts, strict=True):
-            drawn = drawn_from(expression, index, width, part, features[index].alpha).div_(2 * math.pi)
-            weights.append((index, drawn.to(device)))
-        return cls(samples, frequencies, tuple(weights), phases.squeeze(1).contiguous().to(device))
+        count = sum(numbers(expression, term, features))
+        made = uniforms(torch.arange(samples * frequencies), count + 1)
+        weights = [w.to(device) for w in draw_frequencies(expression, term, features, made[:, :count])]
+        phases = made[:, count].contiguous().to(device)
+        return cls(samples, frequencies, tuple(zip(term, weights, strict=True)), phases)
 
     def part(self, which: slice) -> _Waves:
         """Return some of the functions."""

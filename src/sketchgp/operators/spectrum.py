@@ -14,6 +14,7 @@ A row of uniform numbers makes a frequency, by monotone functions of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,18 +24,17 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..random_streams import salted
-from .expression import Expression
+from .expression import Expression, Features
 from .profiles import GAUSS, LAPLACE, RATIONAL_QUADRATIC, WAVES
 
 
-def numbers(expression: Expression, index: int, width: int) -> int:
-    """Uniform numbers that a frequency of the factor of this index takes; :param width: of its features."""
-    profile = expression.atoms[index].profile
-    if profile in (GAUSS, LAPLACE):
-        return width
-    if profile is WAVES:
-        return 3 * width
-    return width + 1
+def numbers(expression: Expression, term: Sequence[int], features: Sequence[Features]) -> list[int]:
+    """Return how many uniform numbers a frequency of each factor of a term takes."""
+    result = []
+    for index in term:
+        profile, width = expression.atoms[index].profile, features[index].left.shape[-1]
+        result.append({GAUSS: width, LAPLACE: width, WAVES: 3 * width}.get(profile, width + 1))
+    return result
 
 
 def heavy(expression: Expression, index: int) -> bool:
@@ -42,12 +42,21 @@ def heavy(expression: Expression, index: int) -> bool:
     return expression.atoms[index].profile not in (GAUSS, WAVES)
 
 
-def frequencies(expression: Expression, index: int, width: int, uniforms: Tensor, alpha: Tensor | None) -> Tensor:
-    """``(count, width)`` frequencies of the factor ``phi(q)`` of this index, float64 on the device of the uniforms.
+def draw_frequencies(
+    expression: Expression, term: Sequence[int], features: Sequence[Features], uniforms: Tensor
+) -> list[Tensor]:
+    """Return frequencies ``(count, width)`` of each factor of a term, in turns, float64 on the device of the uniforms.
 
-    :param uniforms: ``(count, numbers(...))`` in (0, 1).
-    :param alpha: of a rational quadratic factor, as :class:`~.expression.Features` have it.
+    :param features: of all factors, at any point; :param uniforms: ``(count, sum(numbers(...)))`` in (0, 1).
     """
+    parts = uniforms.split(numbers(expression, term, features), dim=1)
+    drawn = [_frequencies(expression, index, features[index], own) for index, own in zip(term, parts, strict=True)]
+    return [w.div_(2 * math.pi) for w in drawn]
+
+
+def _frequencies(expression: Expression, index: int, features: Features, uniforms: Tensor) -> Tensor:
+    """Return frequencies of the factor ``phi(q)`` of this index."""
+    width, alpha = features.left.shape[-1], features.alpha
     atom = expression.atoms[index]
     if atom.profile is LAPLACE:
         return uniforms.sub(0.5).mul_(math.pi).tan_()
