@@ -241,10 +241,7 @@ def _spectra(pairs: Pairs, grid: Grid) -> dict[Powers, Tensor] | None:
         lags = _lags(pairs, differences + shift.to(differences) * differences.new_tensor(reach))
         return _TILED.dense(lags).reshape(grid.sizes)
 
-    @cache  # several coefficients are differences of the same values
-    def at(shift: tuple[float, ...]) -> Tensor:
-        return moved(torch.tensor(shift))
-
+    at = cache(lambda shift: moved(torch.tensor(shift)))  # several coefficients are differences of the same values
     # points of one cell along a coordinate have the same offset there
     result, between = {}, (0.4 - 0.1 * torch.arange(len(reach))).to(differences) * (differences > 0)
     left = moved(between) if any(reach) else None

@@ -166,14 +166,11 @@ def differentiate(
     wanted = [a for a, f in enumerate(prepared.features) if f.left.requires_grad or f.right.requires_grad]
     shapes = [f.alpha for f in prepared.features if f.alpha is not None]
     sums = any(x.requires_grad for x in (*shapes, prepared.coefficients))
-    if not (wanted or sums):
+    if not (wanted or sums) or not (left.numel() and right.numel()):
         return []
     once = all(f.left is f.right for f in prepared.features)  # one tensor then gets the gradients of both sides
     if once and left is not right and wanted:  # K is symmetric: W may be made so, and rows are all that is needed
         left, right = torch.cat([left, right], dim=-1), torch.cat([right, left], dim=-1) * 0.5
-    if not left.numel() or not right.numel():
-        tensors = [t for f in prepared.features for t in ((f.left,) if once else (f.left, f.right))]
-        return [(t, torch.zeros_like(t)) for t in (*tensors, *shapes, prepared.coefficients)]
     problem = _Problem(expression, prepared.converted(Tensor.detach), precision)
     plan = problem.plan(same, left.shape[-1], gradient=True)
     blocks = _count(left.shape[-1], plan.width)
