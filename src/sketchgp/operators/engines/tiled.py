@@ -311,7 +311,11 @@ class Dense(Engine):
         size = pairs.shape.numel() * pairs.compute_dtype.itemsize
         ranks = pairs.ranks()
         size = size if ranks is None else -(-size // ranks.count)  # each stores its own rows
-        return _STORED in pairs.memory or size <= memory_budget.value(pairs.device)
+        return self.holds(pairs) or size <= memory_budget.value(pairs.device)
+
+    def holds(self, pairs: Pairs) -> bool:
+        """Return whether the matrix has been stored."""
+        return _STORED in pairs.memory
 
     def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
         stored = self.kept(pairs)
