@@ -287,14 +287,11 @@ def _grid(engine: Lattice, pairs: Pairs) -> Grid | None:
         return None
     limits = memory_budget.value(pairs.device) // _BYTES, math.prod(pairs.shape) // _POINT
     most = max(1, limits[0] if pairs.asked else min(limits))
-    some = points[:: max(1, int(len(points) / (2 * most ** (1 / points.shape[1]))))]
-    if math.prod(len(values.unique()) for values in some.unbind(dim=1)) > most:  # which are cells, on a lattice
-        return None
     cells, offsets = torch.zeros(len(points), dtype=torch.long, device=points.device), []
-    steps, sizes, reach = [], [], []
+    steps, sizes, reach = [], list[int](), []
     for values in points.unbind(dim=1):
         axis = _axis(values, most)
-        if axis is None:
+        if axis is None or math.prod(sizes) > most:
             return None
         place, step, off = axis
         steps.append(step)
