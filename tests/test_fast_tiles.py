@@ -374,7 +374,7 @@ def test_the_diagonal_of_a_tile_that_begins_left_of_it():
     """As the rows of a rank do; every entry beside the diagonal keeps its distance."""
     kernel, x = make("matern12"), points(30)
     operator = KernelMatrix.of(kernel, x, engine="tiled").detach()
-    made = FastTiles(operator.expression, operator.pairs.prepared(), (30, 30), same=True)
+    made = FastTiles(operator.expression, operator.pairs.prepared(), (30, 30), 0)
     for rows, columns in ((slice(7, 30), slice(0, 25)), (slice(4, 22), slice(9, 30))):
         assert relative(made.tile(rows, columns) * made.outputscale, reference(kernel, x, x)[rows, columns]) < 1e-12
 

@@ -213,9 +213,8 @@ class FastTiles:
 
     :param prepared: features and coefficients.
     :param shape: the largest rows and columns of a tile.
-    :param same: whether x1 and x2 are the same points: distances on the diagonal are then exactly 0.
-    :param coincident: ``(2, p)`` rows and columns of further pairs at distance exactly 0, each once; or a number k,
-        where these are all ``(i, i + k)``.
+    :param coincident: ``(2, p)`` rows and columns of pairs at distance exactly 0, each once; or a number k, where these
+        are all ``(i, i + k)``: 0 for the same points.
     :ivar single: whether the kernel is one function of one distance times a scale.
     :ivar outputscale: factor that the tiles still lack, ``()`` or ``(B, 1, 1)``; None where they are complete.
     """
@@ -225,12 +224,11 @@ class FastTiles:
         expression: Expression,
         prepared: Prepared,
         shape: tuple[int, int],
-        same: bool,
-        coincident: Tensor | int | None = None,
+        coincident: Tensor | int | None,
     ) -> None:
-        self.expression, self.same = expression, same
+        self.expression = expression
         self.coincident = coincident if torch.is_tensor(coincident) else None
-        self.diagonal = 0 if same else coincident if isinstance(coincident, int) else None
+        self.diagonal = coincident if isinstance(coincident, int) else None
         self.features = prepared.features
         self.coefficients = prepared.coefficients  # (*b, T), with the constants that the profiles leave out
         self.gains = [math.prod((expression.atoms[a].profile.gain for a in t), start=1.0) for t in expression.terms]
@@ -315,7 +313,7 @@ class _AtomSums:
         f, profile = live.features[atom], tiles.expression.atoms[atom].profile
         self.left, self.right = f.left.detach(), f.right.detach()
         self.shared = f.right is f.left
-        self.same = tiles.same
+        self.same = tiles.diagonal == 0
         self.wanted = f.left.requires_grad or f.right.requires_grad
         self.distances = tiles.distances[atom]
         self.factor = self.distances.factor

@@ -133,7 +133,7 @@ def _tiles(pairs: Pairs, shape: Shape, order: Iterable[Piece]) -> Iterator[tuple
         return
     tiles: Tiles
     if pairs.expression is not None:
-        tiles = FastTiles(pairs.expression, pairs.prepared(), shape, pairs.same, pairs.coincident)
+        tiles = FastTiles(pairs.expression, pairs.prepared(), shape, 0 if pairs.same else pairs.coincident)
     else:
         tensors = [t.detach() for t in pairs.tensors]
         tiles = GenericTiles(pairs.evaluator(tensors[2:]), tensors, far_rows(pairs))
@@ -187,7 +187,7 @@ def _tiles_of(pairs: Pairs, shape: Shape, x1: Tensor, x2: Tensor, rows: slice, c
     if pairs.expression is None:
         return GenericTiles(pairs.evaluator(tensors[2:]), tensors, None)
     prepared = pairs.prepare(tensors, False)
-    return FastTiles(pairs.expression, prepared, shape, False, coincident(pairs, rows, columns))
+    return FastTiles(pairs.expression, prepared, shape, coincident(pairs, rows, columns))
 
 
 @torch.no_grad()
@@ -231,7 +231,8 @@ def _gradient(
         return live.pull_back([])
     adder: FastGradient | GenericTiles
     if pairs.expression is not None and live.prepared is not None:
-        tiles = FastTiles(pairs.expression, live.prepared.converted(Tensor.detach), shape, live.same, pairs.coincident)
+        zeros = 0 if live.same else pairs.coincident
+        tiles = FastTiles(pairs.expression, live.prepared.converted(Tensor.detach), shape, zeros)
         adder = FastGradient(tiles, live.prepared, live.needs_inputs)
     else:
         adder = GenericTiles(pairs.evaluator(live.tensors[2:]), live.tensors, far_rows(pairs))
