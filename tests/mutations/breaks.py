@@ -119,7 +119,7 @@ BREAKS = (
     ),
     Break(
         "t.diagonal(rows.start + self.diagonal - columns.start,",
-        "t.diagonal(rows.start - columns.start,",
+        "t.diagonal(self.diagonal,",
         TILES,
         "wrong entries of a tile are put to distance zero",
     ),
