@@ -1,5 +1,5 @@
-"""What the library says when it is asked, or unasked: warnings at the caller's line, advice that can be followed, and
-representations that fit on a line."""
+"""What the library says when it is asked, or unasked: warnings at the caller's line, advice that can be followed,
+representations that fit on a line, and pages of short sentences."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -225,3 +226,42 @@ def test_every_product_of_the_fused_kernel_names_its_precision():
     sources = [path.read_text(encoding="utf-8") for path in (PACKAGE / "operators/engines/triton").glob("*.py")]
     products = [call for source in sources for call in re.findall(r"tl\.dot\(.*\)", source)]
     assert len(products) == 4 and all("input_precision=" in call for call in products)
+
+
+# --- pages ------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/methods/*.md")),
+]
+LEFT_OUT = re.compile(r"```.*?```|\$\$.*?\$\$|^[#|!][^\n]*", flags=re.DOTALL | re.MULTILINE)  # blocks, headings, tables
+ONE_WORD = re.compile(r"`[^`]*`|\$[^$]*\$|(?<!\w)\*[^*]+\*")  # code, formulas, titles of papers
+LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+END = re.compile(r"\n\s*\n|\n\s*(?=(?:-|\d+\.)\s)|(?<=[.?!:])\)?\s+")  # of a paragraph, an item of a list, a sentence
+TO_SPLIT = {"docs/results.md": 44}  # sentences that are still too long
+
+
+def too_long(text: str) -> Iterator[str]:
+    """Yield the sentences of more than 25 words in the prose of a page."""
+    prose = LINK.sub(r"\1", ONE_WORD.sub("code", LEFT_OUT.sub("\n", text).replace("**", "")))
+    for sentence in END.split(prose):
+        words = sentence.split()
+        if sum(any(letter.isalnum() for letter in word) for word in words) > 25:
+            yield " ".join(words)
+
+
+def test_sentences_of_the_pages_are_short():
+    for page in PAGES:
+        found = list(too_long(page.read_text(encoding="utf-8")))
+        name = page.relative_to(ROOT).as_posix()
+        assert len(found) <= TO_SPLIT.get(name, 0), f"{name} has sentences of more than 25 words: {found}"
+
+
+def test_words_of_a_page_are_counted():
+    """Code, formulas and links count by what is read; blocks, headings and tables do not count."""
+    longest = "one `two of code` [three four](five.md) $6 + 6$ *seven of a title* " + "word " * 18 + "last"
+    assert not list(too_long(f"# {'word ' * 30}\n{longest}. {longest}\n- {longest}\n\n| {'word ' * 30} |\n"))
+    assert list(too_long(f"- {longest} more - .")) == [f"- one code three four code code {'word ' * 18}last more - ."]
