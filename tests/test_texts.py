@@ -241,7 +241,6 @@ LEFT_OUT = re.compile(r"```.*?```|\$\$.*?\$\$|^[#|!][^\n]*", flags=re.DOTALL | r
 ONE_WORD = re.compile(r"`[^`]*`|\$[^$]*\$|(?<!\w)\*[^*]+\*")  # code, formulas, titles of papers
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 END = re.compile(r"\n\s*\n|\n\s*(?=(?:-|\d+\.)\s)|(?<=[.?!:])\)?\s+")  # of a paragraph, an item of a list, a sentence
-TO_SPLIT = {"docs/results.md": 44}  # sentences that are still too long
 
 
 def too_long(text: str) -> Iterator[str]:
@@ -256,8 +255,7 @@ def too_long(text: str) -> Iterator[str]:
 def test_sentences_of_the_pages_are_short():
     for page in PAGES:
         found = list(too_long(page.read_text(encoding="utf-8")))
-        name = page.relative_to(ROOT).as_posix()
-        assert len(found) <= TO_SPLIT.get(name, 0), f"{name} has sentences of more than 25 words: {found}"
+        assert not found, f"{page.relative_to(ROOT)} has sentences of more than 25 words: {found}"
 
 
 def test_words_of_a_page_are_counted():
