@@ -33,7 +33,7 @@ _ROOM = 1.5  # factor by which the memory budget must exceed one matrix for a fa
 _KNOWN = (GaussianLikelihood, FixedNoiseGaussianLikelihood, MultitaskGaussianLikelihood)
 _NEIGHBORS = 16  # of a start by Vecchia's approximation: with 32 it takes twice the time and ends 0.0005 a row lower
 _SUBSET = 2000  # rows of a subset to start from, fitted exactly; of larger fits, (rows, those that come before):
-_LEVELS = ((8_000, 5_000), (20_000, 10_000), (40_000, 16_000), (96_000, 40_000), (320_000, 128_000))
+_LEVELS = ((8_000, 5_000), (20_000, 10_000), (30_000, 16_000), (96_000, 40_000), (320_000, 128_000))
 
 
 def route(base: Objective, asked: str, optimizer: str) -> tuple[str, str]:
