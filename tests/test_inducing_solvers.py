@@ -23,7 +23,7 @@ from sketchgp import (
     NumericalError,
     record_solves,
 )
-from sketchgp.operators.fast_tiles import Distances
+from sketchgp.operators.expression import Features
 from sketchgp.operators.tall import TallMatrix
 from sketchgp.preconditioners.krill import SparseSignEmbedding, distinct, krill_preconditioner, sketch_rows
 from sketchgp.solvers.inducing.split_gradients import SplitGradients
@@ -167,12 +167,12 @@ def test_tiles_prepare_the_inducing_points_once(features, monkeypatch):
     monkeypatch.setattr("sketchgp.operators.tall._CPU_ENTRIES", 20 * M)
     made = []
 
-    def once(features, name, make, original=Distances._once):
+    def once(features, name, make, original=Features.once):
         if name not in ("direct", "augmented"):  # what is known of the points besides
             return original(features, name, make)
         return original(features, name, lambda: made.append(name) or make())
 
-    monkeypatch.setattr(Distances, "_once", staticmethod(once))
+    monkeypatch.setattr(Features, "once", once)
     x, kernel = points(N, features).float(), MaternKernel(nu=1.5)
     matrix, v = TallMatrix(kernel, x, x[:M]), normal(M, 2)
     wanted = copy.deepcopy(kernel).double()(x.double(), x[:M].double()).to_dense() @ v
