@@ -259,8 +259,11 @@ class Dense:
         moved = np.outer(waves, sizes @ np.abs(solved)) + np.outer(waves, lengths[1]) * (1 - np.eye(len(points)))
         rounding = rounding + moved + moved.T
         by_residual = length * np.sqrt((self.residual**2).sum())
-        plain = np.linalg.solve(self.matrix.astype(float), self.residual.astype(float))
-        by_float64 = np.abs(cross.T @ (plain - self.weights))
+        try:
+            plain = np.linalg.solve(self.matrix.astype(float), self.residual.astype(float))
+        except np.linalg.LinAlgError:  # singular in float64
+            plain = np.full_like(self.weights, np.inf)
+        by_float64 = np.nan_to_num(np.abs(cross.T @ (plain - self.weights)), nan=np.inf, posinf=np.inf)
         return Truth(mean, own - half.T @ half, noise, mean_rounding, rounding, by_residual, by_float64)
 
     def log_density(self) -> float:
