@@ -19,7 +19,7 @@ import second_cases
 import second_reference
 from second_reference import LONG
 
-CASES = int(os.environ.get("SKETCHGP_SECOND_CASES", "20"))
+CASES = int(os.environ.get("SKETCHGP_SECOND_CASES", "12"))
 SEED = int(os.environ.get("SKETCHGP_SECOND_SEED", "0"))
 TOTAL = sum(weight for _, weight in second_cases.KINDS.values())
 
