@@ -1,4 +1,4 @@
-"""Base class of preconditioners ``P = F F^T + diag(d)``: a choice of method and rank, and its use on a matrix."""
+"""Base class of preconditioners, ``P = F F^T + diag(d)`` but where :meth:`Preconditioner.assemble` says otherwise."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class Preconditioner:
     """Base class: a frozen choice of method; :meth:`build` makes the preconditioner of one matrix.
 
     A new method is a subclass with :meth:`approximate`, which may ask :meth:`rank_for` for the most columns to take and
-    :meth:`stopping_rule` when fewer are enough.  A method without pivots also overrides :meth:`factor`.
+    :meth:`stopping_rule` when fewer are enough.  A method without pivots also overrides :meth:`factor`,
+    one whose P is no ``F F^T + D`` also :meth:`select`, :meth:`serves` and :meth:`assemble`: see :class:`.FullScale`.
 
     :param rank: columns of F, cut to n, with a note in the report; None chooses it by cost
         (:mod:`sketchgp.preconditioners.rank`): columns are added while the iterations that they are predicted to save,
@@ -97,10 +98,10 @@ class Preconditioner:
 
     @property
     def below(self) -> bool:
-        """True where ``F F^T <= K``, as for every Nystrom approximation, so for every pivoted one.
+        """True where ``P <= K + noise``, as it is for ``F F^T + D`` of every Nystrom approximation, so of pivots.
 
-        P then lies below ``K + noise`` and bounds errors (:attr:`sketchgp.SolveReport.error_bound`).  It is trusted: a
-        method that says so of a larger F makes these bounds wrong.
+        P then bounds errors (:attr:`sketchgp.SolveReport.error_bound`).  It is trusted: a method that says so of a
+        larger P makes these bounds wrong.
         """
         return self.pivoted
 

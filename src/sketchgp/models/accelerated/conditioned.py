@@ -123,8 +123,8 @@ class Conditioned:
     def exact_variance(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return latent variances at x ``(m, d)`` in float64, ``(..., m)`` or ``(..., m, t)`` of t tasks, and bounds.
 
-        The error is estimated to be below a hundredth of the variance and of the noise, or of a hundredth of the noise
-        where that is more than the variance; or there is a :class:`sketchgp.ConvergenceWarning`.  The bounds are what
+        Errors are estimated to be below a hundredth of each variance and of the least noise; they need never be below a
+        ten thousandth of the noise.  Else there is a :class:`sketchgp.ConvergenceWarning`.  The bounds are what
         the variances are off by at the most, or None where it is not known.
 
         :raises InputError: for tasks that are not interleaved.

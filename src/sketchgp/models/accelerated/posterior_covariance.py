@@ -1,5 +1,8 @@
 """Formulas of an accelerated model's posterior covariance, evaluated when somebody looks at it, as far as needed.
 
+:class:`Factorized` serves up to ``cholesky_points()`` training rows, else :class:`Solved`; the prediction strategy's
+``exact_predictive_covar`` chooses.
+
 GPyTorch's prediction strategy solves for every test point when the model is called, also where only the mean is read.
 Here the training side is noted as it is at the call: the settings that solves depend on, whether autograd is on, the
 tensors behind the matrix.  A later look gives what would have been computed then, or an error.

@@ -136,12 +136,12 @@ class Training:
         return self._solved_by_gradients(dataclasses.replace(self.solver, tol=_LOOSE), b, goal)
 
     def solve(self, c: Tensor, prior: Tensor, below_noise: bool = True) -> explained.Explained:
-        """Solve ``A w = c`` until no variance ``prior - c^T w`` is off by more than a hundredth of itself.
+        """Solve ``A w = c`` until the errors of all variances ``prior - c^T w`` are below a hundredth of each.
 
-        A ten thousandth of the noise is always enough.
+        They need never be below a ten thousandth of the noise.
 
         :param c: ``(..., n, m)`` float64; :param prior: ``(..., m)``.
-        :param below_noise: whether errors are to be below a hundredth of the least noise, too.
+        :param below_noise: whether errors end below a hundredth of the least noise, too.
         """
         if not self.ours:
             return self._solved_by_structure(c, prior)
@@ -188,7 +188,7 @@ class Training:
     # --- the factor -----------------------------------------------------------------------------------------
 
     def factorizes(self, columns: int) -> bool:
-        """Tell whether so many more test points will be solved for by a factorization."""
+        """Return whether A is factorized, by the points announced to :meth:`expect` so far and ``columns`` more."""
         if isinstance(self.solver, Cholesky):
             return True
         few = self.system.n > _COLUMNS * (self.remembered.columns + columns)
