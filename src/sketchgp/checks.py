@@ -99,9 +99,11 @@ def number(
 
 
 def numbers(owner: str, name: str, value: Any, **options: Any) -> list[float]:
-    """A sequence of real numbers; :param options: of :func:`number`."""
-    given = enumerate(_sequence(owner, name, value, "numbers"))
-    return [number(owner, f"{name}[{i}]", one, **options) for i, one in given]
+    """A sequence of at least one real number; :param options: of :func:`number`."""
+    given = list(_sequence(owner, name, value, "numbers"))
+    if not given:
+        raise InputError(f"{owner}: {name} expects at least one, got none.")
+    return [number(owner, f"{name}[{i}]", one, **options) for i, one in enumerate(given)]
 
 
 def _sequence(owner: str, name: str, value: Any, kind: str) -> Any:

@@ -108,8 +108,6 @@ def noise_path(
         )
     acceleration_of(model, owner)
     grid = checks.numbers(owner, "noises", noises, above=0, finite=True)
-    if not grid:
-        raise InputError(f"{owner}: noises expects at least one, got none.")
     exact = checks.flag(owner, "exact", exact, optional=True)
     num_probes = checks.count(owner, "num_probes", num_probes, least=2)
     seed = checks.seed(owner, "seed", seed)
