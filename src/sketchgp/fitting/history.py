@@ -127,18 +127,13 @@ class FitHistory(Shown):
             words += f", exactly {upper}" if lower == upper else f", exactly between {lower} and {upper}"
         return words
 
-    def _doubts(self) -> list[str]:
-        """Return the notes that doubt the end, those of fits to some of the rows included."""
-        before = [] if self.subset is None else self.subset._doubts()
-        return [*before, *(note for note in self.notes if note.startswith(UNSURE))]
-
     def __str__(self) -> str:
         if not self.losses:
             return f"fit: no step, {self.reason}"
         rows = self._card().rows
         told = [f"{label} {text}" for label, text in rows if label in ("loss", "steps", "started from", "time")]
         told += [text for label, text in rows if label == "at limits"]
-        return f"fit by {self.optimizer} ({self.objective}): {'; '.join([*told, *self._doubts()])}"
+        return f"fit by {self.optimizer} ({self.objective}): {'; '.join([*told, *_doubts(self)])}"
 
     def _card(self) -> Card:
         if not self.losses:
@@ -189,3 +184,8 @@ def _draw(history: FitHistory, ax: Any, by: str) -> Any:
     ax.set_zorder(other.get_zorder() + 1)
     ax.patch.set_visible(False)
     return ax
+
+
+def _doubts(history: FitHistory | None) -> list[str]:
+    """Return the notes that doubt the end of a fit, those of fits to some of the rows included."""
+    return [] if history is None else [*_doubts(history.subset), *(n for n in history.notes if n.startswith(UNSURE))]

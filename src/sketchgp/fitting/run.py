@@ -39,12 +39,11 @@ _SAME = 0.002  # nats a row between ends of different starts that are one minimu
 # Other starts: lengthscales over the size of the inputs, and noises over the targets' variance.  Of 124 problems of 160
 # and 400 rows the best of three ends was more than 0.1 a row above the best of eleven on 3, that from the model's start
 # on 27, and the better one of that and of lengthscales of the size of the inputs, with the model's noise, on 9.
-_OTHERS = (("long lengthscales", "little noise", 3.0, 1e-2), ("short lengthscales", "hardly any noise", 0.3, 1e-3))
+_OTHERS = (("long lengthscales", 3.0, 1e-2), ("short lengthscales", 0.3, 1e-3))
 # More of them, where these came to several ends or the model's own start told nothing.
-_IN_DOUBT = (
-    ("very short lengthscales", "hardly any noise", 0.1, 1e-3),
-    ("short lengthscales and much noise", "much noise", 0.3, 0.3),
-)
+_IN_DOUBT = (("very short lengthscales", 0.1, 1e-3), ("short lengthscales and much noise", 0.3, 0.3))
+# What they are called where there are no lengthscales, by their noises.
+_NOISES = {1e-3: "hardly any noise", 1e-2: "little noise", 0.3: "much noise"}
 
 
 class _Stopped(Exception):
@@ -419,7 +418,7 @@ class Fit:
         for other in (*_OTHERS, *_IN_DOUBT):
             if other in _IN_DOUBT and not self.moved and _at_lowest(ends.values(), tol) == len(ends):
                 break
-            name, of_noise, times, noise = other
+            name, times, noise = other
             trial = Stage.exact(mll, tol, first.limit, first.few)
             trial.base.restore(start)
             moved = starts.spread(mll.model, times)
@@ -427,7 +426,7 @@ class Fit:
             noisy = starts.set_noise(mll.model, noise)
             scaled = starts.set_scale(mll.model, starts.mean_square(mll.model))
             if not moved:  # a kernel without lengthscales, say
-                name = of_noise if noisy else "their output scale"
+                name = _NOISES[noise] if noisy else "their output scale"
             if name in ends or not (scaled or moved):
                 continue
             try:
