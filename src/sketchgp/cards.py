@@ -28,8 +28,7 @@ class Card:
     @classmethod
     def of(cls, title: str, **rows: str | None) -> Card:
         """:param rows: label, with ``_`` for spaces, and text."""
-        kept = ((label.replace("_", " "), _cut(text)) for label, text in rows.items() if text)
-        return cls(title, tuple(kept))
+        return cls(title, tuple((label.replace("_", " "), _cut(text)) for label, text in rows.items() if text))
 
     def text(self) -> str:
         """Return the card as aligned lines."""

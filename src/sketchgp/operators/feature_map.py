@@ -159,8 +159,7 @@ class RandomFeatures:
         rows = torch.arange(chunk, chunk + _CHUNK, device=like.device)
         uniforms = term.uniforms(rows, sum(numbers(self._expression, term.factors, self._factors)))
         drawn = draw_frequencies(self._expression, term.factors, self._factors, uniforms)
-        pairs = zip(term.factors, drawn, strict=True)
-        return [w if heavy(self._expression, index) else w.to(like.dtype) for index, w in pairs]
+        return [w if heavy(self._expression, i) else w.to(like.dtype) for i, w in zip(term.factors, drawn, strict=True)]
 
 
 def _shares(coefficients: Tensor) -> list[Tensor]:

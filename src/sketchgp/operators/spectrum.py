@@ -30,11 +30,8 @@ from .profiles import GAUSS, LAPLACE, RATIONAL_QUADRATIC, WAVES
 
 def numbers(expression: Expression, term: Sequence[int], features: Sequence[Features]) -> list[int]:
     """Return how many uniform numbers a frequency of each factor of a term takes."""
-    result = []
-    for index in term:
-        profile, width = expression.atoms[index].profile, features[index].left.shape[-1]
-        result.append({GAUSS: width, LAPLACE: width, WAVES: 3 * width}.get(profile, width + 1))
-    return result
+    factors = [(expression.atoms[index].profile, features[index].left.shape[-1]) for index in term]
+    return [{GAUSS: width, LAPLACE: width, WAVES: 3 * width}.get(profile, width + 1) for profile, width in factors]
 
 
 def heavy(expression: Expression, index: int) -> bool:

@@ -99,16 +99,9 @@ class PartialCholesky:
         self.columns = Columns(self.space.height, self.rank, matrix.device, surely=enough is None)
         self.residual, self.pivots = diagonal.clone(), torch.empty(0, dtype=torch.long, device=matrix.device)
         self._weights, self._enough = weights, enough
-        differ = weights is not None and bool((weights != weights[0]).any())
-        self._relative = weights / weights.max() if weights is not None and differ else None
+        self._relative = None if weights is None or bool((weights == weights[0]).all()) else weights / weights.max()
         self._rounding = matrix.resolution * diagonal
         self._floor = matrix.resolution * float(diagonal.sum())
-
-    def _scores(self) -> Tensor:
-        """``(n,)`` scores, in any unit."""
-        if self._relative is None:
-            return self.residual
-        return torch.where(self.residual > self._rounding, self.residual * self._relative, 0)
 
     def propose(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Draw pivots before it is known whether they are needed, so that a device is waited for once a round.
@@ -117,7 +110,9 @@ class PartialCholesky:
             ``weights * residual`` and of the scores, the block of ``K - F F^T`` at the proposals, their residuals, and
             the proposals.
         """
-        scores = self._scores()
+        scores = self.residual
+        if self._relative is not None:
+            scores = torch.where(scores > self._rounding, scores * self._relative, 0)
         proposals = _draw(scores, size, generator)
         rows = self.space.rows(self.columns.factor, proposals)
         schur = self.matrix.block(proposals, proposals) - rows @ rows.mT
