@@ -63,10 +63,6 @@ class Space:
         """Gather all rows ``(..., n, t)``."""
         return own
 
-    def numbers(self, own: Tensor) -> Tensor:
-        """Gather one number of each row, ``(..., h)`` to ``(..., n)``."""
-        return own
-
     def rows(self, own: Tensor, indices: Tensor) -> Tensor:
         """Fetch rows ``(..., k, t)`` at ``indices`` ``(k,)`` of all n rows."""
         return own[..., indices, :]
@@ -145,9 +141,6 @@ class SharedSpace(Space):
         gathered = self.shards.gather(own, self.n)
         return gathered.mT.contiguous().mT if _in_columns(own) else gathered
 
-    def numbers(self, own: Tensor) -> Tensor:
-        return self.shards.gather(own, self.n, dim=-1)
-
     def rows(self, own: Tensor, indices: Tensor) -> Tensor:
         return self.shards.rows(own.movedim(-2, 0), indices, self.n).movedim(0, -2)
 
@@ -224,7 +217,7 @@ def square_norms(factor: Factor) -> Tensor:
     total = own.new_zeros(own.shape[:-1])
     for some in own.split(_TOGETHER, dim=-1):
         total += some.square().sum(dim=-1)
-    return space_of(factor).numbers(total)
+    return space_of(factor).whole(total.unsqueeze(-1)).squeeze(-1)
 
 
 def held_rows(factor: Factor) -> Tensor:

@@ -268,8 +268,8 @@ BREAKS = (
         "a draw that is not used takes numbers from the stream",
     ),
     Break(
-        "space.numbers(new.square().sum(dim=0))",
-        "space.numbers(new.square().mean(dim=0))",
+        "self.space.whole(new.square().sum(dim=0).unsqueeze(1))",
+        "self.space.whole(new.square().mean(dim=0).unsqueeze(1))",
         LOWRANK,
         "too little is taken off the residual",
     ),

@@ -174,7 +174,7 @@ class LowRankPlusDiagonal:
             return half * g[..., None, None] + a[..., rows, :] @ b
 
         of_factor = self.pull_back(tensors, rows_of)
-        of_inverse = space_of(self.factor).numbers(of_inverse[..., self.held])
+        of_inverse = space_of(self.factor).whole(of_inverse[..., self.held, None]).squeeze(-1)
         of_diagonal = of_inverse * g.unsqueeze(-1) + (columns.square() * weights).sum(-1)
         of_diagonal = of_diagonal + (of_samples * full_noise).sum(-1) / (2 * self.diagonal_part.sqrt())
         return (*of_factor, of_diagonal.sum_to_size(self.diagonal_part.shape))

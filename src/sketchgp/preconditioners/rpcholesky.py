@@ -137,8 +137,8 @@ class PartialCholesky:
         new = self.space.columns(self.matrix, pivots).mT - rows @ self.columns.factor.mT
         new = torch.linalg.solve_triangular(queued(root, new.device), new, upper=False)
         self.columns.add(new)
-        self.residual = (self.residual - self.space.numbers(new.square().sum(dim=0))).clamp_(min=0)
-        self.residual[pivots] = 0
+        left = self.residual - self.space.whole(new.square().sum(dim=0).unsqueeze(1)).squeeze(1)
+        self.residual = left.clamp_(min=0).index_fill_(0, pivots, 0)
         self.pivots = torch.cat([self.pivots, pivots])
 
 
