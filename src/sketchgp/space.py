@@ -63,6 +63,10 @@ class Space:
         """Gather all rows ``(..., n, t)``."""
         return own
 
+    def to_write(self, own: Tensor) -> Tensor:
+        """Return all rows on the rank that writes checkpoints, and the argument elsewhere."""
+        return own
+
     def rows(self, own: Tensor, indices: Tensor) -> Tensor:
         """Fetch rows ``(..., k, t)`` at ``indices`` ``(k,)`` of all n rows."""
         return own[..., indices, :]
@@ -82,6 +86,10 @@ class Space:
         """Sum over all ranks what each has summed over its rows."""
         return part
 
+    def largest(self, own: Tensor) -> Tensor:
+        """Return the maximum over all rows of numbers that are not negative, ``(..., t)``."""
+        return own.amax(dim=-2)
+
     def all(self, here: bool) -> bool:
         """Return whether a condition holds on all ranks."""
         return here
@@ -93,6 +101,10 @@ class Space:
     def norm(self, a: Tensor) -> Tensor:
         """Norm of each column, ``(..., t)``."""
         return a.norm(dim=-2)
+
+    def norm_and_dot(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return :meth:`norm` of a and :meth:`dot` of both, by one message between ranks."""
+        return self.norm(a), self.dot(a, b)
 
     def product(self, of: Callable[[Tensor], Tensor], vectors: Tensor) -> Tensor:
         """Multiply by a matrix.
@@ -141,6 +153,10 @@ class SharedSpace(Space):
         gathered = self.shards.gather(own, self.n)
         return gathered.mT.contiguous().mT if _in_columns(own) else gathered
 
+    def to_write(self, own: Tensor) -> Tensor:
+        whole = self.whole(own)
+        return whole if self.shards.rank == 0 else own
+
     def rows(self, own: Tensor, indices: Tensor) -> Tensor:
         return self.shards.rows(own.movedim(-2, 0), indices, self.n).movedim(0, -2)
 
@@ -154,11 +170,19 @@ class SharedSpace(Space):
     def total(self, part: Tensor) -> Tensor:
         return self.shards.sum(part)
 
+    def largest(self, own: Tensor) -> Tensor:
+        most = own.amax(dim=-2, keepdim=True) if own.shape[-2] else own.new_zeros(*own.shape[:-2], 1, own.shape[-1])
+        return self.shards.gather(most, self.shards.count).amax(dim=-2)
+
     def all(self, here: bool) -> bool:
         return bool(self.shards.agree(here, min))
 
     def norm(self, a: Tensor) -> Tensor:
         return self.dot(a, a).sqrt()
+
+    def norm_and_dot(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        squares, dots = self.total(torch.stack([(a * a).sum(dim=-2), (a * b).sum(dim=-2)]))
+        return squares.sqrt(), dots
 
     def apply_inverse(self, preconditioner: Any, vectors: Tensor) -> Tensor:
         return preconditioner.apply_inverse_to_rows(vectors, self)

@@ -271,7 +271,7 @@ class Gradients(Cycles):
         alpha, usable, finite = descend(self.d, self.s, p, product, curvature, self.sz, self.active)
         broken = (self.active & ~usable & (self.sz != 0)).any()
         z = self._precondition(self.s)
-        size, following = self.space.norm(self.s), self.space.dot(self.s, z)
+        size, following = self.space.norm_and_dot(self.s, z)
         self.current = self.current.clone()
         self.current[..., index] = size / self.norm[..., index]
         if self.predictions is not None:

@@ -66,7 +66,7 @@ class RowErrors:
         errors = self.share * r.abs()
         if self.known:
             errors = torch.maximum(errors, (r - self.noise * z).abs())
-        return self.space.whole(errors / self.unit).amax(dim=-2)
+        return self.space.largest(errors / self.unit)
 
 
 class PredictionTolerance:

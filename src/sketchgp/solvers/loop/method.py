@@ -72,7 +72,7 @@ class Method:
             plain["kinds"][name] = (type(value).__name__, [(key, part.device.type) for key, part in parts.items()])
             tensors |= {f"{name}/{key}": part for key, part in parts.items()}
         for key in filter(tensors.__contains__, self._vector_keys()):
-            tensors[key] = self.space.whole(tensors[key])
+            tensors[key] = self.space.to_write(tensors[key])
         if self.generator is not None:
             tensors["generator"] = self.generator.get_state()
         return plain, tensors
