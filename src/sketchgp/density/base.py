@@ -38,16 +38,22 @@ class LogDensity:
 
     :cvar always: whether it is used for few rows, too, which GPyTorch otherwise factorizes.
     :cvar exact: whether values are exact up to rounding.
+    :cvar regresses: whether losses are minimised over a trend, where :attr:`basis` tells one.
     :ivar values: the loss by each probe since :meth:`begin`, ``(s,)`` float64 for every log determinant.
     :ivar cache: its own cache of preconditioners; None where it uses the model's.
     :ivar solutions: solutions of the latest evaluation, for solves to start from; None where there are none.
+    :ivar basis: ``(n, k)`` float64, what a trend of the mean may add to it; None where nothing is minimised over.
+    :ivar coordinates: ``(k,)`` of the trend with the least loss in the latest evaluation.
     """
 
     always: ClassVar[bool] = True
     exact: ClassVar[bool] = False
+    regresses: ClassVar[bool] = True
     values: tuple[Tensor, ...] = ()
     cache: PreconditionerCache | None = None
     solutions: Solutions | None = None
+    basis: Tensor | None = None
+    coordinates: Tensor | None = None
 
     def inv_quad_logdet(self, operator: Any, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``r^T A^-1 r`` of each column and ``log det A``, differentiable once in A and r.
@@ -59,7 +65,29 @@ class LogDensity:
 
     def begin(self) -> None:
         """Forget ``values`` before the next evaluation."""
-        self.values = ()
+        self.values, self.coordinates = (), None
+
+    def with_basis(self, columns: Tensor) -> Tensor:
+        """Return residuals ``(n, t)`` with the basis beside them, for which a trend is solved."""
+        return columns if self.basis is None else torch.cat([columns, self.basis.to(columns.dtype)], dim=-1)
+
+    def regressed(self, forms: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return forms ``(1,)`` and solutions ``(n, 1)`` of ``r - U c`` for the c of generalised least squares.
+
+        ``(r - U c)^T A^-1 (r - U c) = r^T A^-1 r - c^T U^T A^-1 r`` for ``(U^T A^-1 U) c = U^T A^-1 r``.  Derivatives
+        in A and r are those with c held fixed, as the form is least there.
+
+        :param forms: of r and the columns of U, ``(1 + k,)``.
+        :param weights: solutions for them, ``(n, 1 + k)``.
+        """
+        if self.basis is None:
+            return forms, weights
+        basis = self.basis.to(weights.dtype)
+        of_r, of_basis = weights[:, :1], weights[:, 1:]
+        cross, inner = basis.mT @ of_r, basis.mT @ of_basis
+        chosen = torch.linalg.solve((inner + inner.mT) / 2, cross)
+        self.coordinates = chosen.squeeze(1).to(torch.float64)
+        return forms[:1] - (cross * chosen).sum().to(forms.dtype), of_r - of_basis @ chosen
 
 
 def bilinear_derivative(operator: Any, left: Tensor, right: Tensor) -> tuple[Tensor | None, ...]:

@@ -55,6 +55,7 @@ class Bound(LogDensity):
         certain, infinite where P is none of these or the limit is exceeded.
     """
 
+    regresses = False
     gap: float | None = None
 
     def __init__(self, limit: float = math.inf) -> None:

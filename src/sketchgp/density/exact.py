@@ -31,36 +31,40 @@ class Exact(LogDensity):
         matrix, noise = float64(operator.latent), operator.noise.to(torch.float64)
         batch = torch.broadcast_shapes(matrix.shape[:-2], noise.shape[:-1])
         matrix, noise = matrix.expand(*batch, -1, -1), noise.expand(*batch, -1)
-        return _InvQuadLogdet.apply(matrix, noise, columns.to(torch.float64))
+        return _InvQuadLogdet.apply(self, matrix, noise, columns.to(torch.float64))
 
 
 class _InvQuadLogdet(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor, noise: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, density: Exact, matrix: Tensor, noise: Tensor, given: Tensor
+    ) -> tuple[Tensor, Tensor]:
         # in LAPACK's column-major order, so that what follows is done in place, without fresh memory
         matrix, batch = matrix.mT.clone(memory_format=torch.contiguous_format).mT, matrix.shape[:-2]
         matrix.diagonal(dim1=-1, dim2=-2).add_(noise)  # cheaper than adding a diagonal matrix
         root, failed = torch.linalg.cholesky_ex(matrix, out=(matrix, matrix.new_empty(batch, dtype=torch.int32)))
         if bool(failed.any()) or not bool(torch.isfinite(root.diagonal(dim1=-1, dim2=-2)).all()):
             raise NumericalError("K + noise is not positive definite to float64; raise the noise.", see="not-definite")
+        columns = density.with_basis(given)
         weights = cholesky_solve(columns, root)
+        each, weights = density.regressed((columns * weights).sum(dim=-2), weights)
         determinant = 2 * root.diagonal(dim1=-1, dim2=-2).log().sum(dim=-1)
         if any(ctx.needs_input_grad):
-            inverted = any(ctx.needs_input_grad[:2])
+            inverted = any(ctx.needs_input_grad[1:3])
             ctx.save_for_backward(torch.cholesky_inverse(root, out=root) if inverted else root[..., :0], weights)
-        return (columns * weights).sum(dim=-2), determinant
+        return each, determinant
 
     @staticmethod
     @once_differentiable
     def backward(  # type: ignore[override]
         ctx: Any, of_each: Tensor, of_determinant: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    ) -> tuple[Tensor | None, ...]:
         inverse, weights = ctx.saved_tensors
         scaled = weights * of_each.unsqueeze(-2)
         of_matrix = of_noise = None
-        if any(ctx.needs_input_grad[:2]):
+        if any(ctx.needs_input_grad[1:3]):
             of_matrix = inverse * of_determinant[..., None, None]
             n, t = weights.shape[-2:]
             of_matrix.view(-1, n, n).baddbmm_(scaled.reshape(-1, n, t), weights.reshape(-1, n, t).mT, alpha=-1)
             of_noise = of_matrix.diagonal(dim1=-1, dim2=-2).clone()
-        return of_matrix, of_noise, 2 * scaled
+        return None, of_matrix, of_noise, 2 * scaled

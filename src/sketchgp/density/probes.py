@@ -172,7 +172,7 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
         operator, built = tree(*args[: len(args) - of_built]), normals.built
         z = normals.full if built is None else built.sample(normals.low_rank, normals.full)
         unit = (z / z.norm(dim=-2, keepdim=True)).to(operator.dtype)
-        columns = given.to(operator.dtype).expand(*unit.shape[:-1], given.shape[-1])
+        columns = density.with_basis(given.to(operator.dtype).expand(*unit.shape[:-1], given.shape[-1]))
         count = unit.shape[-1]
         acceleration, solver = operator.acceleration, operator.acceleration.conjugate_gradients(operator.evaluation)
         options = {**acceleration.preconditioned(built), "setup_seconds": acceleration.cache.take_seconds()}
@@ -180,7 +180,7 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
             operator.system(), torch.cat([unit, columns], dim=-1), columns=count, judged=judged, **options
         )
         operator.tell(report)
-        solved, each = solved[..., count:], forms[..., count:].to(operator.dtype)
+        each, solved = density.regressed(forms[..., count:], solved[..., count:])
         values, vectors = _Quadrature(matrices), vectors.movedim(0, -3)
         square = (z * (z if built is None else built.apply_inverse(z))).sum(dim=-2)
         # what rounding alone explains: below A there is none less than 1, and without P none less than the noise
@@ -196,7 +196,9 @@ class _ProbedInvQuadLogdet(torch.autograd.Function):
         if settings.skip_logdet_forward.on():
             estimates = torch.zeros_like(estimates)
         determinant = estimates.mean(dim=-1)
-        return each, (determinant if built is None else determinant + built.log_determinant()).to(operator.dtype)
+        return each.to(operator.dtype), (determinant if built is None else determinant + built.log_determinant()).to(
+            operator.dtype
+        )
 
     @staticmethod
     @once_differentiable

@@ -41,6 +41,8 @@ class Samples(LogDensity):
     :param count: number of samples.
     """
 
+    regresses = False
+
     def __init__(self, solver: Any, seed: int, count: int) -> None:
         if isinstance(solver, Budgeted):
             solver = dataclasses.replace(solver, checkpoint=None, max_seconds=None)

@@ -33,17 +33,20 @@ class Vecchia(LogDensity):
         """Return ``r^T P^-1 r`` of each column and ``log det P``, float64; see :class:`LogDensity`."""
         with self.cache.holding():
             built: Any = self.cache.get(operator.latent, operator.noise, torch.is_grad_enabled())
-        return _InvQuadLogdet.apply(built, columns.to(torch.float64), *built.tensors)
+        return _InvQuadLogdet.apply(self, built, columns.to(torch.float64), *built.tensors)
 
 
 class _InvQuadLogdet(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, built: Any, columns: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        built = built.detached(None)
+    def forward(  # type: ignore[override]
+        ctx: Any, density: Vecchia, built: Any, given: Tensor, *parts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        built, columns = built.detached(None), density.with_basis(given)
         weights = built.apply_inverse(columns)
+        each, weights = density.regressed((columns * weights).sum(dim=0), weights)
         ctx.built, ctx.caller = built, copy_context()
         ctx.save_for_backward(weights, *parts)
-        return (columns * weights).sum(dim=0), built.log_determinant()
+        return each, built.log_determinant()
 
     @staticmethod
     @once_differentiable
@@ -54,4 +57,4 @@ class _InvQuadLogdet(torch.autograd.Function):
         of_parts = ctx.built.sampled_derivative(
             tuple(parts), weights, -of_each, nothing, weights.new_empty(ctx.built.rank, 0), nothing, of_determinant
         )
-        return (None, 2 * weights * of_each, *of_parts)
+        return (None, None, 2 * weights * of_each, *of_parts)

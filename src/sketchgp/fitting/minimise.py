@@ -71,7 +71,7 @@ def minimise(
 def adam(steps: Steps, learning_rate: float) -> None:
     """Minimise in place by Adam."""
     objective = steps.objective
-    optimizer = torch.optim.Adam(objective.parameters, lr=learning_rate)
+    optimizer = torch.optim.Adam(objective.moved, lr=learning_rate)
     while True:
         evaluation = objective.evaluate()
         steps.count(evaluation)

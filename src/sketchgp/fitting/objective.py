@@ -19,6 +19,7 @@ from ..models.accelerated.acceleration import ATTRIBUTE, Acceleration
 from ..preconditioners import PreconditionerCache
 from ..report import own_solves
 from .record import Evaluation, Evaluations, flat, parts
+from .trend import Trend, trend_of
 
 _MANY_NUMBERS = 100  # numbers of a hyperparameter above which its course is not kept
 _SMALL = 2000  # rows up to which one thread is as fast as two on idle cores, and several times faster on busy ones
@@ -32,14 +33,18 @@ class Objective:
     :param density: how log densities are computed; None where the model computes them its own way.
 
     :ivar parameters: parameters of the model that require a gradient.
+    :ivar trends: the model's trend, or None, once it is known: shared by all losses of the model.
     :ivar rows: number that a log likelihood is divided by.
     :ivar evaluations: where evaluations are kept, and found again; None for nowhere.
     """
 
     evaluations: Evaluations | None = None
 
-    def __init__(self, model: Any, mll: Any, density: LogDensity | None = None) -> None:
+    def __init__(
+        self, model: Any, mll: Any, density: LogDensity | None = None, trends: list[Trend | None] | None = None
+    ) -> None:
         self.model, self.mll, self.density = model, mll, density
+        self.trends = [] if trends is None else trends
         self.acceleration: Acceleration | None = model.__dict__.get(ATTRIBUTE)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         event = 2 if isinstance(model.likelihood, MultitaskGaussianLikelihood) else 1
@@ -47,7 +52,25 @@ class Objective:
 
     def by(self, density: LogDensity) -> Objective:
         """Return the losses of the same model by another density."""
-        return Objective(self.model, self.mll, density)
+        return Objective(self.model, self.mll, density, self.trends)
+
+    @property
+    def trend(self) -> Trend | None:
+        """The trend of the model's mean, which is moved to least squares when it is first asked for."""
+        if not self.trends:
+            self.trends.append(trend_of(self))
+        return self.trends[0]
+
+    @property
+    def minimised(self) -> Trend | None:
+        """The trend that the density minimises over; None where the optimiser moves it, or there is none."""
+        return self.trend if self.density is not None and self.density.regresses else None
+
+    @property
+    def moved(self) -> list[Tensor]:
+        """The parameters that an optimiser moves: all but those of a trend that the density minimises over."""
+        own = () if self.minimised is None else self.minimised.parameters
+        return [p for p in self.parameters if not any(p is one for one in own)]
 
     @property
     def cache(self) -> PreconditionerCache | None:
@@ -67,29 +90,40 @@ class Objective:
         """
         if self.evaluations is None or not gradient:
             return self._computed(gradient)
-        point = flat(self.parameters)
+        moved, trend = self.moved, self.minimised
+        point = flat(moved)
         known = self.evaluations.find(point)
         if known is None:
             selections = self.evaluations.selections()
             evaluation = self._computed()
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-            self.evaluations.add(point, evaluation, flat(gradients), selections)
+            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in moved]
+            found += [] if trend is None else [trend.latest]
+            self.evaluations.add(point, evaluation, flat(found), selections)
             return evaluation
         evaluation, kept, again = known
         if again:
             self._computed()
         if evaluation.doubled and self.acceleration is not None:
             self.acceleration.doubled = True
-        for parameter, part in zip(self.parameters, parts(kept, self.parameters), strict=True):
+        gradients, coordinates = kept.split([len(point), len(kept) - len(point)])
+        for parameter, part in zip(moved, parts(gradients, moved), strict=True):
             parameter.grad = part
+        if trend is not None:
+            trend.put(coordinates)
         return evaluation
 
     def _computed(self, gradient: bool = True) -> Evaluation:
         self.clear()
-        if self.density is not None:
-            self.density.begin()
+        density, trend = self.density, self.minimised
+        if density is not None:
+            density.begin()
+        if density is not None and trend is not None:
+            density.basis = trend.basis
+            trend.put(trend.basis.new_zeros(trend.basis.shape[1]))  # losses do not depend on where it was
         with own_solves() as solves, one_thread(self.rows <= _SMALL):
             value = self._evaluate(gradient)
+        if density is not None and trend is not None and density.coordinates is not None:
+            trend.put(density.coordinates)
         return Evaluation(
             value,
             () if self.density is None else tuple(each.cpu() for each in self.density.values),
@@ -100,18 +134,23 @@ class Objective:
             float(self.acceleration is not None and self.acceleration.doubled),
         )
 
+    def loss(self, targets: Tensor) -> Tensor:
+        """Return the loss of targets, differentiable."""
+        by = (
+            nullcontext()
+            if self.density is None or self.acceleration is None
+            else self.acceleration.having(density=self.density)
+        )
+        with by:
+            output, seen = self.model(*self.model.train_inputs), self.model.train_inputs
+            if hasattr(self.model, "transform_inputs"):  # likelihoods get what the model's forward sees
+                seen = [self.model.transform_inputs(x) for x in seen]
+            return -self.mll(output, targets, *seen).sum()
+
     def _evaluate(self, gradient: bool) -> float:
         try:
-            by = (
-                nullcontext()
-                if self.density is None or self.acceleration is None
-                else self.acceleration.having(density=self.density)
-            )
-            with torch.inference_mode(False), torch.set_grad_enabled(gradient), by:
-                output, seen = self.model(*self.model.train_inputs), self.model.train_inputs
-                if hasattr(self.model, "transform_inputs"):  # likelihoods get what the model's forward sees
-                    seen = [self.model.transform_inputs(x) for x in seen]
-                loss = -self.mll(output, self.model.train_targets, *seen).sum()
+            with torch.inference_mode(False), torch.set_grad_enabled(gradient):
+                loss = self.loss(self.model.train_targets)
                 if gradient:
                     loss.backward()
         except (NumericalError, NanError, NotPSDError):

@@ -73,8 +73,12 @@ def route(base: Objective, asked: str, optimizer: str) -> tuple[str, str]:
     few = fits and rows <= EXACT.get(device.type, EXACT["cpu"])
     if isinstance(acceleration.solver, Cholesky) or (_free(acceleration) and few):
         return "exact", ""
-    factorized = rows <= cholesky_points() or not left_to_us(settings.fast_computations.log_prob)
-    return "probes", "GPyTorch factorizes the matrix, by its settings in force" if factorized else ""
+    return "probes", "GPyTorch factorizes the matrix, by its settings in force" if factorized(base) else ""
+
+
+def factorized(base: Objective) -> bool:
+    """Return whether few rows, or settings, let GPyTorch factorize the matrix."""
+    return base.rows <= cholesky_points() or not left_to_us(settings.fast_computations.log_prob)
 
 
 def _free(acceleration: Acceleration) -> bool:
@@ -117,21 +121,21 @@ def _training_covariance(model: Any) -> Any:
         before.put_back()
 
 
-def exact_objective(model: Any, mll: Any) -> Objective:
-    """Return exact losses of a model: in float64, on a copy if need be.
+def exact_objective(base: Objective) -> Objective:
+    """Return exact losses of a model by its losses: in float64, on a copy if need be.
 
     They are in the model's own dtype where it cannot be copied, or where its ``forward`` holds what no copy converts.
     """
-    given = Objective(model, mll, Exact())
+    model, given = base.model, base.by(Exact())
     if all(t.dtype == torch.float64 for t in (*model.parameters(), *model.train_inputs, model.train_targets)):
         return given
     try:
-        twin = _in_float64(mll)
+        twin = _in_float64(base.mll)
         with torch.no_grad(), twin.model.__dict__[ATTRIBUTE].having(density=Exact()):
             _ = twin.model(*twin.model.train_inputs).variance  # fails unless all of it is in float64 now
     except (RuntimeError, TypeError):
         return given
-    return Objective(twin.model, twin, Exact())
+    return Objective(twin.model, twin, Exact(), [] if base.trends != [None] else [None])
 
 
 def _in_float64(mll: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .. import checks
-from ..density import Probes, Samples
+from ..density import Exact, Probes, Samples
 from ..errors import InputError, NumericalError, warn
 from ..fingerprint import tensor_mark
 from ..memory import out_of_memory
@@ -23,7 +23,7 @@ from . import starts
 from .history import DEAR, FLAT, LOST, SETTLED, STOPPED, UNSURE, FitHistory
 from .minimise import minimise
 from .objective import ModelState, Objective
-from .plan import by_neighbors, dearest, exact_objective, on_subset, route, rows_before
+from .plan import by_neighbors, dearest, exact_objective, factorized, on_subset, route, rows_before
 from .record import Record, fit_marks
 from .stage import ENDED, Stage
 from .steps import Steps
@@ -193,6 +193,8 @@ class Fit:
         optimizer = choices.optimizer
         if optimizer == "auto":
             optimizer = "lbfgs" if choices.learning_rate is None and kind != "samples" else "adam"
+        if optimizer == "adam" or kind == "given":  # Adam moves the parameters themselves
+            base.trends.append(None)
         rows = int(model.train_targets.shape[-1 if model.train_targets.dim() == 1 else -2])
         history = FitHistory(optimizer=optimizer, objective=kind, notes=[why] if why else [], rows=rows)
         return Stage(base, kind, history, choices.tol, choices.iterations or _ITERATIONS[optimizer], full)
@@ -202,7 +204,9 @@ class Fit:
         stage.flat = self._away_from_flatness(stage)
         base, acceleration = stage.base, stage.base.acceleration
         if stage.kind == "exact":
-            stage.objective = exact_objective(base.model, base.mll)
+            stage.objective = exact_objective(base)
+        elif stage.kind == "probes" and factorized(base) and base.trend is not None:
+            stage.objective = base.by(Exact())
         elif stage.kind == "samples" and acceleration is not None:
             stage.objective = base.by(Samples(acceleration.own_solver(), self.choices.seed, self.choices.num_probes))
 
@@ -422,7 +426,7 @@ class Fit:
             trial = Stage.exact(mll, tol, first.limit, first.few)
             trial.base.restore(start)
             moved = starts.spread(mll.model, times)
-            starts.centre_mean(mll.model)
+            starts.centre_mean(trial.objective)
             noisy = starts.set_noise(mll.model, noise)
             scaled = starts.set_scale(mll.model, starts.mean_square(mll.model))
             if not moved:  # a kernel without lengthscales, say

@@ -130,7 +130,7 @@ class Stage:
         assert self.base.acceleration is not None
         self.begin_anew()
         self.base.acceleration.cache.release()
-        self.objective, self.kind = exact_objective(self.base.model, self.base.mll), "exact"
+        self.objective, self.kind = exact_objective(self.base), "exact"
         self.history.objective, done = self.kind, len(self.history.losses)
         self.history.notes.append(
             f"after {done} steps the solves of a loss took longer than a factorization: went on with those"
@@ -165,7 +165,7 @@ class Stage:
         if self.kind != "probes" or acceleration is None or not acceleration.preconditions():
             return None
         for accurate in (False, True):
-            candidate = exact_objective(base.model, base.mll) if accurate else base
+            candidate = exact_objective(base) if accurate else base
             bound = Bound(_WIDEST * base.rows)
             with shortfall_counted():
                 value = candidate.by(bound).evaluate(gradient=False).value

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from gpytorch.kernels import Kernel, SpectralMixtureKernel
 from gpytorch.lazy import LazyEvaluatedKernelTensor
-from gpytorch.means import ConstantMean, LinearMean
+from gpytorch.means import ConstantMean
 from linear_operator.operators import LinearOperator
 from torch import Tensor
 
@@ -31,7 +31,6 @@ _FAR = 1e3  # ratio of a lengthscale that nobody set and the size of its input
 _LITTLE = 10.0  # ratio of a lengthscale and the size of its input at which it matters a little
 _APART = 0.1  # ratio of a lengthscale and the least distance of two values at which all of them are uncorrelated
 _SOME = 32  # points whose prior variance is looked at
-_REGRESSED = 4  # rows for each input, at least, for which a linear mean is fitted by least squares
 _ABOUT = 1.01  # ratio of the prior variance and its target that is near enough
 _ROOTS = 8  # trials of a factor of output scales
 _NONE = 1e-3  # share of the targets' variance below which there is hardly any noise
@@ -363,36 +362,20 @@ def mean_square(model: Any) -> float:
 
 
 @torch.no_grad()
-def centre_mean(model: Any) -> None:
-    """Move what a fit may change of the mean of a model to where the targets are about zero: a constant, or, by least
-    squares, a linear mean of the training inputs."""
-    residual = _residual(model)
-    if residual is None or model.train_targets.dim() != 1:
+def centre_mean(objective: Objective) -> None:
+    """Move a trend of the mean to least squares, or else a constant of it to where the targets are about zero."""
+    if objective.trend is not None:
+        objective.trend.put(torch.zeros_like(objective.trend.coordinates))
         return
-    for part in model.modules():
-        name = "raw_constant" if isinstance(part, ConstantMean) else "bias" if isinstance(part, LinearMean) else ""
-        constant: Any = getattr(part, name, None)
-        free = constant is not None and constant.requires_grad and constant.numel() == 1
-        if free and not hasattr(part, f"{name}_constraint"):
-            constant.add_(residual.mean())
-            if isinstance(part, LinearMean) and part.weights.requires_grad:
-                _regress(model, part)
-            return
-
-
-def _regress(model: Any, mean: LinearMean) -> None:
-    """Add the least squares fit of the residual to a linear mean, where that is one of fewer inputs than rows."""
-    x, residual = model.train_inputs[0].double().cpu(), _residual(model)
-    if residual is None or x.dim() != 2 or mean.weights.shape != (x.shape[1], 1) or len(x) < _REGRESSED * x.shape[1]:
-        return
-    design = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)[~torch.isnan(model.train_targets).cpu()]
-    change = torch.linalg.lstsq(design, residual.cpu(), driver="gelsd").solution
-    kept = mean.weights.clone(), mean.bias.clone()
-    mean.weights.add_(change[:-1, None].to(mean.weights))
-    mean.bias.add_(change[-1].to(mean.bias))
-    if not mean_square(model) < float(residual.square().mean()):  # the mean sees other inputs
-        mean.weights.copy_(kept[0])
-        mean.bias.copy_(kept[1])
+    model, residual = objective.model, _residual(objective.model)
+    constants = [
+        m.raw_constant
+        for m in model.modules()
+        if isinstance(m, ConstantMean) and m.constraint_for_parameter_name("raw_constant") is None
+    ]
+    constants = [p for p in constants if p.requires_grad and p.numel() == 1]
+    if constants and residual is not None and model.train_targets.dim() == 1:
+        constants[0].add_(residual.mean())
 
 
 def _residual(model: Any) -> Tensor | None:
@@ -421,7 +404,7 @@ def to_unit(objective: Objective) -> str:
     model, before, prior = objective.model, objective.state(), prior_variance(objective.model)
     level = mean_square(model) > _OTHER_UNIT * targets_variance(model) > 0
     if level:
-        centre_mean(model)
+        centre_mean(objective)
     scaled = set_scale(model, mean_square(model), _OTHER_UNIT)
     if not (level or scaled):
         return ""

@@ -2,11 +2,9 @@
 
 What a constraint keeps positive is moved by its logarithm (above the least value of the constraint): lengthscales of
 inputs that do not matter grow by orders of magnitude, and those of softplus's argument take as many steps.  Constants
-and weights of means, and inducing points, are moved in units of the data: a step of length 1 is as long for all.
-That of the targets is their deviation: their level says nothing of how near to it a constant has to come.
-Weights are those of whitened inputs, where few rows far from all others do not set the unit of every direction.
-The constant of a linear mean is its value at the centre of the inputs: far from the origin weights and constant would
-be nearly the same direction.
+and weights of means, and inducing points, are moved in units of the data: a step of length 1 is as long for all.  That
+of the targets is their deviation: their level says nothing of how near to it a constant has to come.  Of a trend
+(:mod:`.trend`) the coordinates are moved, unless the density is minimised over it.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from .starts import inputs_seen
 _LEAST, _MOST = 1e-5, 1e5  # limits of a positive value in units of the data; scikit-learn's, for data of size 1
 _ABOVE = 1e-8  # least distance to a constraint's least value
 _NEXT_TO = 1e-6  # distance to a limit at which a variable is on it
-_NARROW = 1e-7  # deviation of inputs in a direction, over the largest input, that rounding may have made
 _ROOM = 1e3  # factor of the interval about a start outside these limits
 
 
@@ -37,8 +34,10 @@ class Variables:
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
-        named = objective.hyperparameters()
-        self._names, self._constraints = [name for name, *_ in named], [constraint for *_, constraint in named]
+        own = () if objective.trend is None else objective.trend.parameters
+        named = [each for each in objective.hyperparameters() if not any(each[1] is one for one in own)]
+        self._trend = objective.trend if objective.minimised is None else None
+        self._names, self._parameters, self._constraints = (list(part) for part in zip(*named, strict=True))
         self._logs = [_positive(constraint) for constraint in self._constraints]
         self._rows = [
             x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1])
@@ -49,13 +48,16 @@ class Variables:
         self._targets = targets[~torch.isnan(targets)]
         seen = inputs_seen(objective.model).values()  # by the kernels
         self._inputs = [x.std(dim=0, correction=0) for x in (*self._rows, *seen)]
-        self._sizes = [self._size(p, log) for p, log in zip(objective.parameters, self._logs, strict=True)]
-        self._linear = self._linear_means()
+        self._sizes = [self._size(p, log) for p, log in zip(self._parameters, self._logs, strict=True)]
         parts = [self._bounds(*pair) for pair in enumerate(self._constraints)]
+        if self._trend is not None:
+            self._unit = math.sqrt(len(self._targets)) * (float(self._targets.std(correction=0)) or 1.0)
+            ends = np.full(self._trend.basis.shape[1], math.inf)
+            parts.append((-ends, ends))
         self.lower, self.upper = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
 
     def _bounds(self, index: int, constraint: Any) -> tuple[np.ndarray, np.ndarray]:
-        size = self.objective.parameters[index].numel()
+        size = self._parameters[index].numel()
         ends: tuple[Any, Any] = (-math.inf, math.inf)
         if self._logs[index]:
             smallest, largest = self._units("lengthscale" in self._names[index])
@@ -79,24 +81,6 @@ class Variables:
         sizes = sizes[(sizes > 0) & torch.isfinite(sizes)]
         return min([1.0, *sizes.tolist()]), max([1.0, *sizes.tolist()])
 
-    def _linear_means(self) -> dict[int, tuple[int | None, Tensor, Tensor]]:
-        """Return, by the place of the weights of a linear mean, that of the constant, and centre ``(d,)`` and root.
-
-        The root ``(d, d)`` is of the inverse of the inputs' covariance, but where rounding alone tells rows apart.
-        """
-        places = {id(p): place for place, p in enumerate(self.objective.parameters)}
-        result: dict[int, tuple[int | None, Tensor, Tensor]] = {}
-        for module in self.objective.model.modules():
-            place = places.get(id(module.weights)) if isinstance(module, LinearMean) and self._rows else None
-            if place is None or module.weights.shape[-2] != self._rows[0].shape[-1] or self._constraints[place]:
-                continue
-            x, centre = self._rows[0], self._rows[0].mean(dim=0)
-            squares, axes = torch.linalg.eigh((x - centre).mT @ (x - centre) / len(x))
-            squares = torch.where(squares > (_NARROW * x.abs().amax()) ** 2, squares, squares.amax())
-            root = axes / torch.where(squares > 0, squares, 1).sqrt() @ axes.mT
-            result[place] = places.get(id(module.bias)), centre, root
-        return result
-
     def _size(self, parameter: Tensor, log: bool) -> Tensor:
         """Return the unit of a parameter, in its shape; 1 where that is not known."""
         unknown = torch.ones(parameter.shape, dtype=torch.float64)
@@ -110,22 +94,18 @@ class Variables:
 
     def _of(self, index: int) -> np.ndarray:
         """Return the variables of one parameter."""
-        parameter = self.objective.parameters[index].detach().to("cpu", torch.float64)
+        parameter = self._parameters[index].detach().to("cpu", torch.float64)
         if self._logs[index]:
             constraint = self._constraints[index]
             above = constraint.transform(parameter) - constraint.lower_bound.to(parameter)
             parameter = above.clamp(min=torch.finfo(torch.float64).tiny).log()
-        for place, (constant, centre, root) in self._linear.items():
-            weights = self.objective.parameters[place].detach().to(centre)
-            if index == place:
-                parameter = torch.linalg.solve(root, weights)
-            elif index == constant:
-                parameter = parameter + weights.mT @ centre
         return (parameter / self._sizes[index]).reshape(-1).numpy()
 
     def __call__(self) -> np.ndarray:
         """Return the values of the variables, ``(p,)`` float64."""
-        return np.clip(np.concatenate([self._of(i) for i in range(len(self._logs))]), self.lower, self.upper)
+        parts = [self._of(i) for i in range(len(self._logs))]
+        parts += [] if self._trend is None else [(self._trend.coordinates / self._unit).cpu().numpy()]
+        return np.clip(np.concatenate(parts), self.lower, self.upper)
 
     def pressed(self, vector: np.ndarray, gradient: np.ndarray, least: float) -> dict[str, float]:
         """Return the limits of hyperparameters that the gradient would send beyond them, by name.
@@ -133,13 +113,13 @@ class Variables:
         :param least: derivative above which it does.
         """
         result, first = {}, 0
-        for index, parameter in enumerate(self.objective.parameters):
+        for index, parameter in enumerate(self._parameters):
             part = slice(first, first + parameter.numel())
             first = part.stop
             for limit, outward in ((self.lower, gradient), (self.upper, -gradient)):
                 there = (np.abs(vector[part] - limit[part]) <= _NEXT_TO) & (outward[part] > least)
                 if there.any():
-                    raw = self._raw(torch.from_numpy(limit))[index].reshape(-1)[int(there.argmax())]
+                    raw = self._raw(torch.from_numpy(limit))[index][1].reshape(-1)[int(there.argmax())]
                     constraint = self._constraints[index]
                     value = raw if constraint is None else constraint.transform(raw).reshape(-1)[0]
                     result[self._names[index]] = float(value)
@@ -148,7 +128,7 @@ class Variables:
     def put(self, vector: np.ndarray) -> None:
         """Give the parameters the values of these variables."""
         with torch.no_grad():
-            for parameter, part in zip(self.objective.parameters, self._raw(torch.from_numpy(vector)), strict=True):
+            for parameter, part in self._raw(torch.from_numpy(vector)):
                 parameter.copy_(part)
 
     def gradient(self, vector: np.ndarray) -> np.ndarray:
@@ -156,27 +136,28 @@ class Variables:
         variables = torch.from_numpy(vector).clone().requires_grad_()
         with torch.enable_grad():
             raw = self._raw(variables)
-        known = [(part, p.grad) for p, part in zip(self.objective.parameters, raw, strict=True) if p.grad is not None]
+        known = [(part, p.grad) for p, part in raw if p.grad is not None]
         if not known:
             return np.zeros_like(vector)
         parts, grads = [part for part, _ in known], [grad.to(part) for part, grad in known]
         (gradient,) = torch.autograd.grad(parts, variables, grads)
         return gradient.numpy()
 
-    def _raw(self, vector: Tensor) -> list[Tensor]:
-        sizes = [p.numel() for p in self.objective.parameters]
+    def _raw(self, vector: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters that variables move, each with its value."""
+        sizes = [p.numel() for p in self._parameters]
+        *own, rest = vector.split([*sizes, len(vector) - sum(sizes)])
         parts = []
-        for index, part in enumerate(vector.split(sizes)):
-            values = part.reshape(self.objective.parameters[index].shape) * self._sizes[index]
+        for index, part in enumerate(own):
+            values = part.reshape(self._parameters[index].shape) * self._sizes[index]
             if self._logs[index]:
                 constraint = self._constraints[index]
                 values = constraint.inverse_transform(values.exp() + constraint.lower_bound.to(values))
             parts.append(values)
-        for place, (constant, centre, root) in self._linear.items():
-            parts[place] = root @ parts[place]
-            if constant is not None:
-                parts[constant] = parts[constant] - parts[place].mT @ centre
-        return parts
+        pairs = list(zip(self._parameters, parts, strict=True))
+        if self._trend is not None:
+            pairs += zip(self._trend.parameters, self._trend.values(rest * self._unit), strict=True)
+        return pairs
 
 
 def _positive(constraint: Any) -> bool:

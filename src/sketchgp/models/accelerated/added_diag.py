@@ -178,7 +178,8 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         if density.always and (columns is None or not logdet):
             density = Probes()  # other densities compute both terms together
         flag, root = settings.fast_computations.log_prob, None
-        few, both = self._factorized(flag) and not density.always, columns is not None and logdet
+        few = self._factorized(flag) and not density.always and density.basis is None
+        both = columns is not None and logdet
         if few and both and self.dtype != torch.float64:
             root = self.source.accurate_root(flag)
         if few and root is None:

@@ -1,0 +1,145 @@
+"""Constants and weights of a prior mean that it is linear in, found by generalised least squares.
+
+With ``r - H b`` the residuals for coefficients b of the mean, a Gaussian loss has its minimum over b at
+``b = (H^T A^-1 H)^-1 H^T A^-1 r``, whatever the other hyperparameters are.  So a density minimises over b while it
+computes the loss (:meth:`.LogDensity.regressed`), and L-BFGS moves the others alone, which takes fewer losses.  Where
+no density does that, coordinates of an orthonormal basis of H are variables of the optimiser: weights of inputs far
+from zero, or of very different units, would point nearly the same way.
+
+Reference: Rasmussen and Williams, "Gaussian processes for machine learning" (2006), section 2.7.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gpytorch.means import ConstantMean, LinearMean
+from torch import Tensor
+
+from ..density import LogDensity
+
+_MOST = 100  # coefficients: each takes a column of every solve
+_ROWS = 4  # rows for each coefficient, at least
+_NARROW = 100  # roundings of the largest direction of H, below which another one may be made of rounding
+_LINEAR = 1e3  # roundings by which the mean may differ from a linear one
+
+
+class Trend:
+    """Coefficients b of a prior mean, and what the mean makes of them.
+
+    :param parameters: of the mean, with p numbers in all.
+    :param design: H, ``(n, p)``, derivatives of the prior means of the observed rows.
+    :param residual: ``(n,)`` targets less means for the present parameters, which are moved to least squares.
+
+    :ivar basis: U, ``(n, k)`` float64, an orthonormal basis of H's range, but for directions that rounding has made.
+    :ivar latest: the coordinates that were put last.
+    """
+
+    def __init__(self, parameters: list[Tensor], design: Tensor, residual: Tensor) -> None:
+        self.parameters = parameters
+        norms = design.norm(dim=0)
+        scale = torch.where(norms > 0, norms, 1)
+        left, values, right = torch.linalg.svd(design.double() / scale, full_matrices=False)
+        kept = values > _NARROW * torch.finfo(design.dtype).eps * values[0]
+        self.basis = left[:, kept].contiguous()
+        self._back = right[kept].mT / values[kept] / scale.unsqueeze(1)  # from coordinates in U to b
+        self._forth = self.basis.mT @ design.double()
+        self._start = self._flat()
+        self._start = self._flat() + self._back @ (self.basis.mT @ residual.double())
+        self.put(torch.zeros_like(self._start[: self.basis.shape[1]]))
+
+    def _flat(self) -> Tensor:
+        return torch.cat([p.detach().double().reshape(-1) for p in self.parameters])
+
+    @property
+    def coordinates(self) -> Tensor:
+        """Coordinates ``(k,)`` in U of the present means less those of least squares."""
+        return self._forth @ (self._flat() - self._start)
+
+    def values(self, coordinates: Tensor) -> list[Tensor]:
+        """Return the parameters, float64, whose means differ by ``U c`` from those of least squares."""
+        flat = self._start + self._back @ coordinates.to(self._start.device)
+        pieces = flat.split([p.numel() for p in self.parameters])
+        return [piece.reshape(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+
+    @torch.no_grad()
+    def put(self, coordinates: Tensor) -> None:
+        """Give the mean the parameters of :meth:`values`."""
+        self.latest = coordinates
+        for parameter, value in zip(self.parameters, self.values(coordinates), strict=True):
+            parameter.copy_(value)
+
+
+class _Residuals(LogDensity):
+    """Keeps the residuals that a loss takes the density of, which is 1 then, and the tensors of their covariance."""
+
+    regresses = False
+
+    def __init__(self) -> None:
+        self.found = list[tuple[Tensor, tuple[Tensor, ...]]]()
+
+    def inv_quad_logdet(self, operator: Any, columns: Tensor) -> tuple[Tensor, Tensor]:
+        self.found.append((columns, operator.representation()))
+        return columns.new_zeros(columns.shape[-1]), columns.new_zeros(())
+
+
+def trend_of(objective: Any) -> Trend | None:
+    """Return the trend of a model, whose coefficients are moved to least squares; None where its mean has none.
+
+    They are free parameters of constant and linear means, at most a hundred, in which the prior mean is linear.
+    Nothing else may depend on them, such as a prior, and the prior mean on no other parameter.
+    """
+    free = {id(p) for p in objective.parameters}
+    means = [m for m in objective.model.modules() if isinstance(m, ConstantMean | LinearMean)]
+    means = [m for m in means if not any(True for _ in (*m.named_priors(), *m.named_constraints()))]
+    parameters = [p for m in means for p in m.parameters(recurse=False) if id(p) in free]
+    count = sum(p.numel() for p in parameters)
+    several = objective.acceleration is not None and objective.model.train_targets.dim() != 1
+    if not 0 < count <= _MOST or several:
+        return None
+    before, noted = objective.state(), [p.requires_grad for p in parameters]
+    try:
+        for p in parameters:
+            p.requires_grad_(False)
+        found = _design(objective, parameters, count)
+    finally:
+        for p, required in zip(parameters, noted, strict=True):
+            p.requires_grad_(required)
+        objective.restore(before)
+    return None if found is None else Trend(parameters, *found)
+
+
+def _design(objective: Any, parameters: list[Tensor], count: int) -> tuple[Tensor, Tensor] | None:
+    """Return H ``(n, p)`` and the present residuals ``(n,)``; None where the mean is not linear, or not alone so."""
+    now = torch.cat([p.detach().reshape(-1) for p in parameters])
+
+    def at(values: Tensor, targets: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return the residuals for these parameters, and what else the loss is made of; None where they are not one."""
+        with torch.no_grad():
+            for p, part in zip(parameters, values.split([p.numel() for p in parameters]), strict=True):
+                p.copy_(part.reshape(p.shape))
+        if objective.acceleration is None:
+            residual = targets - objective.model(*objective.model.train_inputs).mean
+            return residual.reshape(len(residual), -1).mean(dim=1), ()  # its outputs have one mean
+        recorder = _Residuals()
+        loss = objective.by(recorder).loss(targets)
+        if len(recorder.found) != 1 or recorder.found[0][0].dim() != 2:
+            return None
+        ((columns, rest),) = recorder.found
+        return columns.squeeze(-1), (loss.detach(), *rest)
+
+    targets, mixed = objective.model.train_targets, torch.linspace(-1, 2, count).to(now)
+    found = at(now, targets)
+    if found is None or found[0].requires_grad or len(found[0]) < _ROWS * count:
+        return None
+    units = torch.eye(count, dtype=now.dtype, device=now.device)
+    others = [at(values, targets * 0) for values in (torch.zeros_like(now), *units, mixed)]  # NaN where there is none
+    known = [other for other in others if other is not None]
+    (none, rest), tried = known[0], torch.stack([residual for residual, _ in known[1:]], dim=1)
+    design = none.unsqueeze(1) - tried[:, :-1]
+    expected = none - design @ mixed
+    allowed = _LINEAR * torch.finfo(design.dtype).eps * design.abs().sum(dim=1).clamp(min=float(none.abs().max()))
+    linear = bool(((tried[:, -1] - expected).abs() <= allowed).all())
+    alone = all(torch.equal(a, b) for _, other in known for a, b in zip(other, rest, strict=True))
+    return (design, found[0]) if linear and alone else None
