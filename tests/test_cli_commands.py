@@ -134,14 +134,18 @@ def test_prediction_uses_the_saved_weights(tmp_path, data, capsys):
     assert (mean - constant).abs().max() > 1
 
 
-@pytest.mark.parametrize("kernel", ["matern12", "matern32", "rbf"])
-def test_other_kernels(tmp_path, data, capsys, kernel):
+@pytest.mark.parametrize(("kernel", "mean"), [("exponential", "linear"), ("matern32", "constant"), ("rbf", "linear")])
+def test_other_kernels_and_means(tmp_path, data, capsys, kernel, mean):
     model = tmp_path / "model.pt"
-    code, _, _ = run(capsys, "fit", data, "--target", "price", "--kernel", kernel, "--save", model, *SHORT)
+    code, _, _ = run(
+        capsys, "fit", data, "--target", "price", "--kernel", kernel, "--mean", mean, "--save", model, *SHORT
+    )
     assert code == 0
     code, out, _ = run(capsys, "predict", model, data)
     assert code == 0
     assert kernel in out
+    weights = getattr(read_model(model).model.mean_module, "weights", None)
+    assert weights is None if mean == "constant" else bool((weights != 0).all())
 
 
 def test_parquet(tmp_path, capsys):

@@ -22,26 +22,27 @@ from sketchgp.kernels import BY_NAME
 from sketchgp.saved_model import FORMAT, VERSION, SavedModel, read_model, save_model
 
 
-def make(kernel="matern52", dtype=torch.float32, n=12, d=3):
+def make(kernel="matern52", dtype=torch.float32, n=12, d=3, mean="constant"):
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(n, d, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
-    model = Regression(x, y, kernel).eval()
+    model = Regression(x, y, kernel, mean=mean).eval()
     model.covar_module.base_kernel.lengthscale = torch.arange(1.0, d + 1)
     model.likelihood.noise = 0.03
-    model.mean_module.constant = 0.2
+    for parameter in model.mean_module.parameters():
+        torch.nn.init.constant_(parameter, 0.2)
     with torch.no_grad():
         system = model.covar_module(x).to_dense().double() + 0.03 * torch.eye(n)
         weights = torch.linalg.solve(system, (y - model.mean_module(x)).double())
     scaling = Scaling(torch.randn(d, generator=generator).double(), torch.ones(d).double() * 2, 3.5, 0.25)
     features = (Feature("a"), Feature("b, or c", "category", ("no", "other")))
     fill = torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64)
-    return SavedModel(model, weights, kernel, features, "price", scaling, fill, "mean", ("n.d.",))
+    return SavedModel(model, weights, kernel, features, "price", scaling, fill, "mean", ("n.d.",), mean)
 
 
 @each("kernel", list(BY_NAME))
 @each("dtype", [torch.float32, torch.float64])
 def test_round_trip(tmp_path, kernel, dtype):
-    saved = make(kernel, dtype)
+    saved = make(kernel, dtype, mean="linear" if kernel == "exponential" else "constant")
     path = tmp_path / "model.pt"
     save_model(path, saved)
     loaded = read_model(path)

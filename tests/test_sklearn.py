@@ -114,6 +114,16 @@ def test_tunes_at_least_as_well_as_scikit_learn() -> None:
     )
 
 
+@pytest.mark.parametrize("method", ["exact", "inducing"])
+def test_a_linear_mean_goes_on_beyond_the_data(method: Any) -> None:
+    x, y = data()
+    slopes = np.array([3.0, -2.0])
+    gp = GaussianProcessRegressor("exponential", mean="linear", method=method).fit(x, y + 100 * x @ slopes)
+    far = np.array([[1e3, 0.0], [0.0, 1e3]])
+    assert gp.predict(far) / 1e5 == pytest.approx(slopes, abs=0.1)
+    assert gp.kernel_.base_kernel.nu == 0.5
+
+
 def test_without_normalising_units_do_not_matter_either() -> None:
     x, y = data()
     fits = [GaussianProcessRegressor(normalize_y=False).fit(x, unit * y) for unit in (1.0, 1e-6)]
@@ -172,6 +182,7 @@ COMMON = [
     {"alpha": np.ones(3)},
 ]
 OF_REGRESSOR = [
+    {"mean": "zero"},
     {"optimizer": "fmin"},
     {"optimizer": True},
     {"tuning_rows": 1.5},

@@ -1,4 +1,4 @@
-"""Kernels that GPyTorch lacks, in its style."""
+"""Kernels that GPyTorch lacks, in its style, and kernels and means by name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from gpytorch.constraints import Interval
 from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, RQKernel
+from gpytorch.means import ConstantMean, LinearMean, Mean
 from gpytorch.priors import Prior
 from torch import Tensor
 
@@ -126,8 +127,22 @@ class ArcCosineKernel(Kernel):
 BY_NAME: dict[str, Callable[..., Kernel]] = {  # without an output scale
     "rbf": RBFKernel,
     "matern12": lambda **options: MaternKernel(nu=0.5, **options),
+    "exponential": lambda **options: MaternKernel(nu=0.5, **options),
     "matern32": lambda **options: MaternKernel(nu=1.5, **options),
     "matern52": lambda **options: MaternKernel(nu=2.5, **options),
     "laplacian": LaplaceKernel,
     "rational_quadratic": RQKernel,
 }
+
+
+MEANS = ("constant", "linear")
+
+
+def mean_by_name(name: str, d: int) -> Mean:
+    """Return a prior mean of ``d`` inputs, one of :data:`MEANS`, which is zero."""
+    if name == "constant":
+        return ConstantMean()
+    mean = LinearMean(d)
+    for parameter in mean.parameters():
+        torch.nn.init.zeros_(parameter)
+    return mean

@@ -29,9 +29,10 @@ from .predict import Prediction, predict
 from .settings import Variance
 
 FORMAT = "sketchgp regression"
-VERSION = 4  # 1 was a pickled dictionary without a digest, 2 knew numbers only, 3 no other marks than MARKS
+VERSION = 5  # 1 was a pickled dictionary without a digest, 2 knew numbers only, 3 no other marks than MARKS, 4 no mean
+_READ = (3, 4, VERSION)
 _HYPERPARAMETER = "hyperparameter."
-_WORDS = ("kernel", "target", "missing")  # fields that the file holds as the model does
+_WORDS = ("kernel", "mean", "target", "missing")  # fields that the file holds as the model does
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class SavedModel:
     :param fill: the inputs that stand for a missing value, their means over the training rows, ``(d,)`` float64.
     :param missing: what is done about missing values, one of ``features.MISSING``.
     :param marks: texts that stand for a missing value.
+    :param mean: of the prior, one of :data:`sketchgp.kernels.MEANS`.
     """
 
     model: Regression
@@ -58,6 +60,7 @@ class SavedModel:
     fill: Tensor
     missing: str = "error"
     marks: tuple[str, ...] = MARKS
+    mean: str = "constant"
 
 
 def save_model(path: str | Path, saved: SavedModel, overwrite: bool = True) -> None:
@@ -114,13 +117,14 @@ def read_model(path: str | Path) -> SavedModel:
     if described.get("format") != FORMAT:
         raise InputError(f"{path}: not a model saved by sketchgp")
     version = described.get("version")
-    if version not in (3, VERSION):
+    if version not in _READ:
         newer = isinstance(version, int) and version > VERSION
         age, remedy = ("a newer", "upgrade sketchgp") if newer else ("an older", "make it anew with the command fit")
         raise InputError(
-            f"{path}: written by {age} sketchgp (format version {version!r}; this one reads {VERSION} and 3): {remedy}"
+            f"{path}: written by {age} sketchgp (format version {version!r}; this one reads {_READ[0]} to {VERSION}): "
+            f"{remedy}"
         )
-    return _saved_model(path, {"marks": MARKS, **described, **tensors})
+    return _saved_model(path, {"marks": MARKS, "mean": "constant", **described, **tensors})
 
 
 def _saved_model(path: Path, contents: Mapping[str, Any]) -> SavedModel:
@@ -131,7 +135,7 @@ def _saved_model(path: Path, contents: Mapping[str, Any]) -> SavedModel:
     try:
         features = tuple(Feature(**{**one, "categories": tuple(one["categories"])}) for one in contents["features"])
         scaling = Scaling(*(contents[name] for name in ("x_mean", "x_std", "y_mean", "y_std")))
-        model = Regression(contents["train_x"], contents["train_y"], contents["kernel"])
+        model = Regression(contents["train_x"], contents["train_y"], contents["kernel"], mean=contents["mean"])
         model.load_state_dict({name: contents[_HYPERPARAMETER + name] for name in model.state_dict()})
         saved = SavedModel(
             model=model.eval(),

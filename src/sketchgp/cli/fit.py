@@ -57,7 +57,8 @@ def run(options: argparse.Namespace) -> None:
           f"{scaling.y_std:.6g}")  # fmt: skip
 
     start = math.sqrt(len(features))
-    model = tune(x[train], y[train], options.kernel, options.subset, options.iterations, options.seed, start)
+    data = x[train], y[train]
+    model = tune(*data, options.kernel, options.subset, options.iterations, options.seed, start, options.mean)
     outcome = _condition(model, options, x, y, train, test)
     if len(test):
         _print_results(outcome, y[test], inputs.y[test], scaling, options.target)
@@ -66,6 +67,7 @@ def run(options: argparse.Namespace) -> None:
             model=model,
             weights=model.prediction_strategy.weights.to(torch.float64),
             kernel=options.kernel,
+            mean=options.mean,
             features=tuple(features),
             target=options.target,
             scaling=scaling,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import InputError
-from ..kernels import BY_NAME
+from ..kernels import BY_NAME, MEANS
 from ..solvers import ASkotch, Cholesky, ConjugateGradients, EigenPro2, FullProblem, Skotch, Solver
 from ..tensor_file import is_stream, replacing
 from .columns import MARKS
@@ -103,6 +103,10 @@ _COMMANDS: dict[str, tuple[str, _Options]] = {
                 {"choices": MISSING, "default": "error"},
             ),
             "--kernel": ("(%(default)s)", {"choices": list(BY_NAME), "default": "matern52"}),
+            "--mean": (
+                "the prior mean (%(default)s); linear for data with a trend",
+                {"choices": MEANS, "default": "constant"},
+            ),
             "--iterations": ("most steps of tuning (%(default)s)", {"default": 500, **_COUNT}),
             "--subset": ("most rows to tune on (%(default)s)", {"default": 2000, **_COUNT}),
             "--solver": ("of the mean on all rows (%(default)s)", {"choices": list(SOLVERS), "default": "auto"}),

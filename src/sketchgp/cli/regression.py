@@ -16,7 +16,7 @@ from torch import Tensor
 from ..accelerate import accelerate
 from ..errors import InputError
 from ..fit import fit
-from ..kernels import BY_NAME
+from ..kernels import BY_NAME, mean_by_name
 from ..plotting.models import negative_log_density, rmse, within
 from ..predict import predict
 from ..random_streams import generator
@@ -28,7 +28,7 @@ _ROWS = 256  # of the kernel matrix formed at a time
 
 
 class Regression(gpytorch.models.ExactGP):
-    """Constant mean, scaled kernel with one lengthscale a feature (ARD), learned noise.
+    """Constant or linear mean, scaled kernel with one lengthscale a feature (ARD), learned noise.
 
     Nothing in it knows of sketchgp: it is the model a GPyTorch user would write.
 
@@ -36,13 +36,16 @@ class Regression(gpytorch.models.ExactGP):
     :param y: training targets, ``(n,)``, standardised.
     :param kernel: a key of :data:`sketchgp.kernels.BY_NAME`.
     :param lengthscale: to start from; None is the square root of d.
+    :param mean: one of :data:`sketchgp.kernels.MEANS`.
     """
 
-    def __init__(self, x: Tensor, y: Tensor, kernel: str = "matern52", lengthscale: float | None = None):
+    def __init__(
+        self, x: Tensor, y: Tensor, kernel: str = "matern52", lengthscale: float | None = None, mean: str = "constant"
+    ):
         # Targets without noise want less than GPyTorch's least one, 1e-4; this is scikit-learn's.
         least = gpytorch.constraints.GreaterThan(1e-5)
         super().__init__(x, y, gpytorch.likelihoods.GaussianLikelihood(noise_constraint=least))
-        self.mean_module = gpytorch.means.ConstantMean()
+        self.mean_module = mean_by_name(mean, x.shape[-1])
         self.covar_module = gpytorch.kernels.ScaleKernel(BY_NAME[kernel](ard_num_dims=x.shape[-1]))
         # Standardised rows are about sqrt(2 d) apart: start with lengthscales of that order.
         self.covar_module.base_kernel.lengthscale = lengthscale or math.sqrt(x.shape[-1])
@@ -201,6 +204,7 @@ def tune(
     iterations: int,
     seed: int,
     lengthscale: float | None = None,
+    mean: str = "constant",
 ) -> Regression:
     """Return a regression on all rows, its hyperparameters tuned on a random subset of them.
 
@@ -210,12 +214,12 @@ def tune(
     :param subset: number of rows to tune on; all when n is not larger.
     :param iterations: the most steps of L-BFGS.
     :param seed: of the subset and of the probes.
-    :param lengthscale: to start from, as of :class:`Regression`.
+    :param lengthscale: to start from, as of :class:`Regression`; ``mean`` likewise.
     :returns: the model, accelerated, in eval mode and conditioned on all rows.
     """
     n = x.shape[0]
     rows = torch.randperm(n, generator=generator(seed, "rows to tune on"))[:subset]
-    model = Regression(x[rows], y[rows], kernel, lengthscale)
+    model = Regression(x[rows], y[rows], kernel, lengthscale, mean)
     accelerate(model)
     which = f"a random subset of {len(rows):,} of the {n:,} training rows" if n > subset else f"all {n:,} training rows"
     print(f"tuning the hyperparameters by marginal likelihood on {which} ...")

@@ -24,6 +24,7 @@ from ..accelerate import accelerate
 from ..errors import InputError, warn
 from ..fit import FitHistory, fit
 from ..inducing_point_gp import InducingPointGP
+from ..kernels import MEANS, mean_by_name
 from ..models.accelerated.marginal_likelihoods import ExactMarginalLogLikelihood
 from ..posterior_samples import sample_posterior
 from ..predict import predict
@@ -67,13 +68,14 @@ class GaussianProcessRegressor(Estimator, RegressorMixin, BaseEstimator):
     Hyperparameters maximise the marginal likelihood (:func:`sketchgp.fit`), on all rows or on random ones; the
     posterior is then that of all rows: exact, by :func:`sketchgp.accelerate`, or on inducing points, by
     :class:`sketchgp.InducingPointGP`.  ``choice_`` says which, and why.  What differs from scikit-learn: the noise is
-    learned unless ``alpha`` is given, targets are normalised unless told otherwise, the prior mean is a constant that
-    is learned, and kernels are GPyTorch's.
+    learned unless ``alpha`` is given, targets are normalised unless told otherwise, the prior mean is learned,
+    and kernels are GPyTorch's.
 
-    :param kernel: ``"matern52"``, ``"matern32"``, ``"matern12"``, ``"rbf"``, ``"rational_quadratic"`` or
-        ``"laplacian"`` (of the l1 distance): with an output scale and a lengthscale for each feature, which start at
-        the size of the data, so that features need not be standardised.  Or a GPyTorch kernel, output scale included,
-        which is copied and starts with its own parameters.
+    :param kernel: ``"matern52"``, ``"matern32"``, ``"matern12"`` or ``"exponential"``, ``"rbf"``,
+        ``"rational_quadratic"`` or ``"laplacian"`` (of the l1 distance): with an output scale and a lengthscale for
+        each feature, which start at the size of the data, so that features need not be standardised.  Or a GPyTorch
+        kernel, output scale included, which is copied and starts with its own parameters.
+    :param mean: the prior mean that is learned: ``"constant"``, or ``"linear"`` in the features.
     :param alpha: variance of the noise in units of y squared, a number or one for each row ``(n,)``; it is then fixed.
         None learns it.
     :param optimizer: ``"auto"`` or ``"lbfgs"``, ``"adam"``, or None to keep the hyperparameters as they start.
@@ -102,6 +104,7 @@ class GaussianProcessRegressor(Estimator, RegressorMixin, BaseEstimator):
 
     _parameter_constraints: ClassVar[dict[str, Any]] = {
         **COMMON,
+        "mean": [StrOptions(set(MEANS))],
         "alpha": [Interval(Real, 0, None, closed="neither"), "array-like", None],
         "optimizer": [StrOptions({"auto", "lbfgs", "adam"}), None],
         "normalize_y": ["boolean"],
@@ -110,6 +113,7 @@ class GaussianProcessRegressor(Estimator, RegressorMixin, BaseEstimator):
 
     kernel: Any = "matern52"
     _: KW_ONLY
+    mean: Literal["constant", "linear"] = "constant"
     alpha: Any = None
     optimizer: Literal["auto", "lbfgs", "adam"] | None = "auto"
     normalize_y: bool = True
@@ -133,10 +137,10 @@ class GaussianProcessRegressor(Estimator, RegressorMixin, BaseEstimator):
         seed = seed_of(self.random_state)
         chosen = choose(_OWNER, self.method, self.n_inducing, len(x), x.device)
         size = 1.0 if self.normalize_y else float(targets.double().square().mean()) or 1.0
-        kernel, mean = tuned_kernel(_OWNER, self.kernel, x, size), gpytorch.means.ConstantMean().to(x)
+        kernel, mean = tuned_kernel(_OWNER, self.kernel, x, size), mean_by_name(self.mean, x.shape[1]).to(x)
         tuned = self.optimizer is not None and not self._constant
         if self.optimizer is not None and self._constant:
-            mean.constant.data.fill_(float(targets.double().mean()))
+            list(mean.parameters())[-1].data.fill_(float(targets.double().mean()))  # its constant
             warn(
                 f"{_OWNER}: all targets are {y[0]:g}, which says nothing about the hyperparameters. They stay as they "
                 "start, and deviations are of the size of the targets: look at y, or choose kernel and alpha with "
