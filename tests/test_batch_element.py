@@ -24,7 +24,7 @@ from gp_models import dense, iterative
 from problems import normal, points, relative
 from sketchgp.errors import InputError, NumericalError
 from sketchgp.operators import KernelMatrix
-from sketchgp.operators.access import Access, element
+from sketchgp.operators.access import Access, block, element
 from sketchgp.operators.generic_tiles import BatchElement
 
 N = 70
@@ -118,6 +118,26 @@ def test_an_element_is_the_batchs(name, dtype):
         assert relative(part.mT.columns(rows), expected[:, rows]) < tolerance
         exact = Access(element(matrix, tuple(index))) if dtype == torch.float32 else Access(part)
         assert relative(exact.block(rows, rows), expected[rows][:, rows]) < 1e-6
+
+
+@each("name", KERNELS)
+def test_an_element_has_the_gradients_of_the_batch(name):
+    """Of several of its blocks at once."""
+    kernel = KERNELS[name]()
+    x = points(2 * N).reshape(2, N, 3) if name != "recognised sum" else points(N)
+    x.requires_grad_()
+    matrix, index = KernelMatrix.of(kernel, x, engine="tiled"), torch.tensor([[3, 0, 7], [1, 4, 2]])
+    whole, weights = to_dense(kernel(x)), normal(2, 3, 3)
+    for place in torch.ones(matrix.batch_shape).nonzero().tolist():
+        own = tuple(place)
+        found = block(element(matrix, own), index, index)
+        expected = whole[own][index.unsqueeze(-1), index.unsqueeze(-2)]
+        assert relative(found, expected) < 1e-12
+        wanted = [x, *kernel.parameters()]
+        pair = ((value * weights).sum() for value in (found, expected))
+        gradients = (torch.autograd.grad(value, wanted, retain_graph=True, allow_unused=True) for value in pair)
+        for a, b in zip(*gradients, strict=True):
+            assert (b is None and a is None) or relative(a, b) < 1e-9
 
 
 def test_an_element_follows_the_operators_tensors():

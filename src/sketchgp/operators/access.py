@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import add, mul
 from typing import Any, NamedTuple
@@ -165,14 +166,26 @@ class Access:
             return self.operator.product(rhs).to(torch.float64)
         return (self.operator @ rhs).to(torch.float64)
 
+    def elements(self) -> Iterator[tuple[tuple[int, ...], Access]]:
+        """Yield the index of each matrix of the batch, and access to it."""
+        for index in itertools.product(*(range(size) for size in self.batch_shape)):
+            yield index, Access(element(self.operator, index)) if index else self
 
-@torch.no_grad()
+
+def index_within(index: tuple[int, ...], batch: torch.Size) -> tuple[int, ...]:
+    """Return the index in a batch of what has another one in a batch that this one is broadcast to."""
+    return tuple(0 if size == 1 else i for i, size in zip(index[len(index) - len(batch) :], batch, strict=True))
+
+
 def element(operator: LinearOperator, index: tuple[int, ...]) -> LinearOperator:
-    """Return one matrix of a batch, without gradients.
+    """Return one matrix of a batch, differentiable in the tensors of the batch.
 
-    :param operator: evaluated (``evaluate_kernel``).
+    :param operator: evaluated (``evaluate_kernel``); :param index: in a batch that this one is broadcast to.
     """
     batch = operator.batch_shape
+    if not batch:
+        return operator
+    index = index_within(index, batch)
 
     def leaf(part: LinearOperator) -> LinearOperator:
         part = part if part.batch_shape == batch else part.expand(*batch, *part.shape[-2:])

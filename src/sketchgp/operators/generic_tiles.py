@@ -288,13 +288,17 @@ class BatchElement(Kernel):
         return self.whole.num_outputs_per_input(x1, x2)
 
     def forward(self, x1: Tensor, x2: Tensor, diag: bool = False, **options: Any) -> Tensor:
-        """``(n, m)``, or ``(n,)`` with ``diag`` where the kernel minds it.
+        """``(..., n, m)``, or ``(..., n)`` with ``diag`` where the kernel minds it, for x1 ``(..., n, d)``.
 
         :raises InputError: if the kernel gives another shape than that of its batch.
         """
-        x1, x2 = (x.expand(*self.inputs, *x.shape[-2:]) for x in (x1, x2))
+        blocks, size = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2]), (x1.shape[-2], x2.shape[-2])
+        if blocks:  # the batch of kernels stands behind them
+            x1, x2 = (x.reshape(*x.shape[:-2], *[1] * len(self.batch), *x.shape[-2:]) for x in (x1, x2))
+        x1, x2 = (torch.broadcast_to(x, torch.broadcast_shapes(x.shape, (*self.inputs, 1, 1))) for x in (x1, x2))
         value = call(self.whole, x1, x2, diag=diag, **options)
-        return pick(value, self.batch, self.index, (x1.shape[-2], x2.shape[-2]), diag, self.whole)
+        index = (*[slice(None)] * len(blocks), *self.index)
+        return pick(value, blocks + self.batch, index, size, diag, self.whole)
 
     def own(self, parameter: Tensor, trailing: int) -> Tensor:
         """Return this element of a parameter ``(*b, ...)`` with ``trailing`` dimensions behind the batch."""
@@ -302,7 +306,7 @@ class BatchElement(Kernel):
         return parameter.expand(*self.batch, *kept)[self.index]
 
 
-def pick(value: Tensor, batch: torch.Size, index: Index, size: tuple[int, ...], diag: bool, kernel: Kernel) -> Tensor:
+def pick(value: Tensor, batch: torch.Size, index: Any, size: tuple[int, ...], diag: bool, kernel: Kernel) -> Tensor:
     """Return one matrix ``(n, m)``, or diagonal ``(n,)``, of the value of a batch, whose shape is checked."""
     if diag and value.dim() < len(batch) + 2:
         size = size[:1]

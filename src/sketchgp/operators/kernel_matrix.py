@@ -201,7 +201,7 @@ class KernelMatrix(LinearOperator):
         return KernelMatrix.on(part(self.pairs, rows, columns))
 
     def element(self, index: tuple[int, ...]) -> KernelMatrix:
-        """One matrix of the batch, without gradients; a kernel that is not recognised is called for the whole batch.
+        """One matrix of the batch, differentiable; a kernel that is not recognised is called for the whole batch.
 
         :raises InputError: for a kernel that gives no batch; :raises NumericalError: if it differs from the batch's.
         """

@@ -195,9 +195,8 @@ def derivative_of_batch(pairs: Pairs, left_vecs: Tensor, right_vecs: Tensor) -> 
     return derivative(pairs, left, right)
 
 
-@torch.no_grad()
 def element(pairs: Pairs, index: Index) -> Pairs:
-    """Return one matrix of a batch, a constant, computed by the engine of the batch.
+    """Return one matrix of a batch, computed by the engine of the batch.
 
     A few of its entries are compared with those that the kernel itself gives for the batch.
 
@@ -205,13 +204,12 @@ def element(pairs: Pairs, index: Index) -> Pairs:
     :raises NumericalError: if they differ.
     """
     batch, kernel, names = pairs.batch_shape, pairs.kernel, pairs.names
-    x1, x2 = (x.detach().expand(*batch, *x.shape[-2:])[index] for x in (pairs.x1, pairs.x2))
+    x1, x2 = (x.expand(*batch, *x.shape[-2:])[index] for x in (pairs.x1, pairs.x2))
     x2 = x1 if pairs.x2 is pairs.x1 else x2
-    parameters = [p.detach() for p in pairs.parameters]
     if len(kernel.batch_shape) or (pairs.expression is None and _hides_a_batch(pairs, x1, x2)):
         inputs = torch.broadcast_shapes(pairs.x1.shape[:-2], pairs.x2.shape[:-2])
         kernel, names = BatchElement(kernel, index, batch, inputs), tuple(f"whole.{name}" for name in names)
-    result = pairs.of([x1, x2, *parameters], kernel=kernel, names=names, centre=None)
+    result = pairs.of([x1, x2, *pairs.parameters], kernel=kernel, names=names, centre=None)
     _check(pairs, result, index)
     return result
 
@@ -221,6 +219,7 @@ def _hides_a_batch(pairs: Pairs, x1: Tensor, x2: Tensor) -> bool:
     return pairs.evaluator(pairs.parameters)(real(x1[:1]), real(x2[:1])).dim() > 2
 
 
+@torch.no_grad()
 def _check(pairs: Pairs, result: Pairs, index: Index) -> None:
     """Compare some entries of an element with what the kernel gives for the batch, both in float64."""
     rows, columns = (

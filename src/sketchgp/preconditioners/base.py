@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ..checks import count, settle
 from ..operators import LowRankPlusDiagonal, MovingPlusDiagonal
-from ..operators.access import Access, element
+from ..operators.access import Access
 from ..operators.moving_factors import FactorOfColumns, MovingFactor
 from ..settings import memory_budget
 from ..space import Factor, Space, held_rows, space_of, square_norms, whole
@@ -147,8 +146,7 @@ class Preconditioner:
         :param matrix: ``(..., n, n)``; :param noise: ``(..., n)`` variances.
         """
         noise = noise_of_each(matrix, noise)
-        indices = list(itertools.product(*(range(size) for size in matrix.batch_shape)))
-        parts = [self.select_one(Access(element(matrix.operator, i)) if i else matrix, noise[i]) for i in indices]
+        parts = [self.select_one(one, noise[index]) for index, one in matrix.elements()]
         selection = parts[0] if not matrix.batch_shape else _stack(parts, matrix)
         selection.left, selection.excess = unexplained(matrix, selection.factor, noise)
         return selection

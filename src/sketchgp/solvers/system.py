@@ -69,12 +69,7 @@ class System:
 
     def element(self, index: tuple[int, ...], batch: torch.Size) -> System:
         """Return one system of the batch."""
-        shape = self.operator.batch_shape
-        operator = self.operator
-        if shape:
-            own = tuple(0 if size == 1 else i for i, size in zip(index[-len(shape) :], shape, strict=True))
-            operator = element(operator, own)
-        return System(operator, self.noise.expand(*batch, self.n)[index])
+        return System(element(self.operator, index), self.noise.expand(*batch, self.n)[index])
 
     @cached_property
     def diagonal(self) -> Tensor:
