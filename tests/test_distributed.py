@@ -40,6 +40,7 @@ from sketchgp import (
     EigenPro4,
     Falkon,
     FullProblem,
+    FullScale,
     InducingPointProblem,
     Nystrom,
     NystromEigenPro,
@@ -126,6 +127,23 @@ def _full(solver: Any, dtype: torch.dtype = torch.float64, n: int = N, **options
 def _preconditioned(choice: Preconditioner) -> Values:
     """A few iterations, whose iterate is another with another preconditioner."""
     return _full(ConjugateGradients(tol=1e-12, max_iterations=4), preconditioner=choice)
+
+
+def _near_and_far(n: int, d: int) -> Values:
+    """All that is made of a full-scale preconditioner, and its gradients."""
+    kernel, x = set_scales(MaternKernel(nu=1.5), None, 0.6).double(), points(n, d).requires_grad_()
+    matrix, noise = KernelMatrix.of(kernel, x, engine="tiled"), torch.linspace(0.04, 0.06, n, dtype=torch.float64)
+    choice = FullScale(rank=min(n, 20), neighbors=6)
+    built: Any = PreconditionerCache(choice).get(matrix, noise.requires_grad_(), differentiable=True)
+    normals = normal(built.rank, 3, seed=3), normal(n, 3, seed=4)
+    vectors = normal(n, 4), normal(1, 4, seed=1), normal(n, 3, seed=2), *normals, torch.tensor(0.7)
+    result = built.sampled_derivative(built.tensors, *vectors)
+    live = [(tensor, g) for tensor, g in zip(built.tensors, result, strict=True) if g is not None]
+    wanted = {"of x": x, "of noise": noise, **dict(kernel.named_parameters())}
+    gradients = torch.autograd.grad([t for t, _ in live], list(wanted.values()), [g for _, g in live])
+    found = {"inverse": built.apply_inverse(vectors[0]), "samples": built.sample(*normals)}
+    found |= {"determinant": built.log_determinant(), "diagonal": built.inverse_diagonal()}
+    return {**found, **dict(zip(wanted, gradients, strict=True))}
 
 
 def _inducing(solver: Any, dtype: torch.dtype = torch.float64, noise: float = 0.05) -> Values:
@@ -262,6 +280,10 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "posterior-two rows": lambda: _full(ConjugateGradients(tol="posterior"), n=2, preconditioner=RPCholesky(rank=1)),
     "block": lambda: _preconditioned(RPCholesky(rank=30, method="block")),
     "nystrom": lambda: _preconditioned(Nystrom(rank=20)),
+    "full scale": lambda: _preconditioned(FullScale(rank=20, neighbors=5)),
+    "full scale-parts": lambda: _near_and_far(N, 3),
+    "full scale-many features": lambda: _near_and_far(N, 8),
+    "full scale-two rows": lambda: _near_and_far(2, 3),
     "askotch": lambda: _full(ASkotch(block_size=25, max_passes=3)),
     "askotch-float32": lambda: _full(ASkotch(block_size=25, max_passes=3), torch.float32),
     "skotch": lambda: _full(Skotch(block_size=25, max_passes=3)),
@@ -281,7 +303,9 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
     "density": _density,
     "density-sum": lambda: _density(sums=True),
     "density-gaussian": lambda: _density(preconditioner=Nystrom(rank=60)),
+    "density-full scale": lambda: _density(preconditioner=FullScale(rank=20, neighbors=5)),
     "exact": lambda: _posterior("exact"),
+    "exact-full scale": lambda: _posterior("exact", preconditioner=FullScale(rank=20, neighbors=5)),
     "low rank": lambda: _posterior("low_rank"),
     "samples": lambda: _posterior("samples", variance_samples=8),
     "read later": lambda: _read_later("exact"),
@@ -294,7 +318,8 @@ ALIKE: dict[str, Callable[[], Values]] = {  # what gives the same on any number 
 
 IN_THREE = (  # of these, what 3 ranks are asked for; 2 are asked for the others, and for those of IN_BOTH
     "tiled", "dense", "one row", "gradients", "posterior-two rows", "askotch", "askotch-float32", "krill", "eigenpro3",
-    "doubly stochastic", "doubly stochastic-labels", "density", "low rank",
+    "doubly stochastic", "doubly stochastic-labels", "density", "low rank", "full scale-parts", "full scale-two rows",
+    "density-full scale",
 )  # fmt: skip
 IN_BOTH = ("tiled",)
 ASKED = {2: tuple(name for name in ALIKE if name not in IN_THREE or name in IN_BOTH), 3: IN_THREE}
@@ -455,6 +480,8 @@ def _shares() -> Values:
             assert isinstance(one, ShardedRows)
             assert len(one.own) == one.span.stop - one.span.start
         found |= {f"{name} own": torch.tensor(len(built.factor.own)), name: built.to_dense()}
+    near: Any = _live_factor(FullScale(rank=20))
+    assert all(isinstance(one, ShardedRows) for one in (near.factor, near.weighted_features))
     return found
 
 

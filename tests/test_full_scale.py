@@ -5,14 +5,14 @@ from __future__ import annotations
 import gpytorch
 import pytest
 import torch
-from gpytorch.kernels import MaternKernel, PeriodicKernel, RBFKernel, ScaleKernel
+from gpytorch.kernels import CosineKernel, Kernel, MaternKernel, PeriodicKernel, RBFKernel, ScaleKernel
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
-from linear_operator.operators import DenseLinearOperator
+from linear_operator.operators import DenseLinearOperator, ToeplitzLinearOperator
 from torch import Tensor
 
 import sketchgp
 from cases import each
-from gp_models import Plain, dense, gradient_error, iterative, marginal, posterior
+from gp_models import SOLVED, Plain, dense, gradient_error, iterative, marginal, posterior
 from problems import dense as dense_kernel
 from problems import identity, log_determinant, normal, points, relative, set_scales
 from sketchgp import ConjugateGradients, FullProblem, FullScale, InputError, NumericalError, RPCholesky
@@ -109,6 +109,71 @@ def test_derivatives(name, rank):
     assert relative(of_determinant, built.inverse_diagonal()) < 1 and of_determinant.shape == (n,)
 
 
+BATCH = torch.Size([2])
+
+
+def _batch(name: str, n: int) -> tuple[Kernel, Tensor]:
+    """Return a batch of kernels, or one, and inputs."""
+    shape = torch.Size() if name == "noise" else BATCH
+    base = MaternKernel(nu=1.5, batch_shape=shape)
+    base.lengthscale = 0.3 if name == "noise" else torch.tensor([0.2, 0.5]).reshape(2, 1, 1)
+    if name == "called":
+        base = base * CosineKernel(active_dims=(0,), batch_shape=shape)
+    kernel = ScaleKernel(base, batch_shape=shape).double()
+    return kernel, torch.stack([points(n, 2), points(n, 2, seed=5)]) if name == "inputs" else points(n, 2)
+
+
+@each(("name", "rank"), [("kernels", 6), ("kernels", 0), ("inputs", 6), ("called", 6), ("sum", 6), ("noise", 6)])
+def test_batches(name, rank):
+    """Inverses, determinants, samples and derivatives are those of each matrix, dense."""
+    n, (kernel, x) = 40, _batch(name, 40)
+    x, noise = x.requires_grad_(), torch.linspace(0.02, 0.2, 80, dtype=torch.float64).reshape(2, n)
+    noise = (noise[0] if name == "inputs" else noise).clone().requires_grad_()
+    operator = KernelMatrix.of(kernel, x)
+    if name == "sum":
+        operator = operator + KernelMatrix.of(RBFKernel().double().requires_grad_(False), x) * 0.5
+    built = PreconditionerCache(FullScale(rank=rank, neighbors=5)).get(operator, noise, differentiable=True)
+    assert built.batch_shape == BATCH and built.rank == rank
+    columns, weights, of_samples = normal(2, n, 4), normal(2, 1, 4, seed=1), normal(2, n, 3, seed=2)
+    normals, h = (normal(2, rank, 3, seed=3), normal(2, n, 3, seed=4)), normal(2, seed=5)
+    result = built.sampled_derivative(built.tensors, columns, weights, of_samples, *normals, h)
+    live = [(a, g) for a, g in zip(built.tensors, result, strict=True) if a.requires_grad]
+    wanted = [x, noise, *kernel.parameters()]
+    found = torch.autograd.grad([a for a, _ in live], wanted, [g for _, g in live])
+    covariances, noises = operator.to_dense().expand(2, n, n), noise.expand(2, n)
+    both = [
+        _reference(part, part.pivots, covariances[i], noises[i], *(v[i] for v in normals))
+        for i, part in enumerate(built.parts)
+    ]
+    matrix, samples = (torch.stack(values) for values in zip(*both, strict=True))
+    value = (columns * weights * (matrix @ columns)).sum() + (of_samples * samples).sum()
+    value = value + (h * torch.logdet(matrix)).sum()
+    assert relative(built.log_determinant(), torch.logdet(matrix)) < 1e-7
+    assert relative(built.sample(*normals), samples) < 1e-7
+    rhs = normal(3, 2, n, 2, seed=6)
+    assert relative(built.apply_inverse(rhs), torch.linalg.solve(matrix, rhs)) < 1e-7
+    for a, b in zip(found, torch.autograd.grad(value, wanted), strict=True):
+        assert relative(a, b) < 1e-6
+
+
+@each("name", ["batch", "batch-matern", "batch-targets"])
+@each("dtype", [torch.float64, torch.float32])
+def test_models_of_several_outputs(name, dtype):
+    model, test = SOLVED[name].build()
+    with dense():
+        value, gradient = marginal(model)
+        mean, variance = posterior(model, test)
+    model, test = SOLVED[name].build(dtype)
+    tol = 1e-8 if dtype == torch.float64 else 1e-5
+    sketchgp.accelerate(model, preconditioner=FullScale(rank=10, neighbors=16))
+    with iterative(probes=60, tol=tol), sketchgp.record_solves() as solves:
+        found, found_gradient = marginal(model)
+        found_mean, found_variance = posterior(model, test)
+    assert solves and all(report.preconditioner == "FullScale" for report in solves)
+    assert float((found - value).abs().max()) < 5e-3 and gradient_error(found_gradient, gradient) < 3e-2
+    assert relative(found_mean, mean) < 1e-4 and relative(found_variance, variance) < 1e-3
+
+
 def test_the_cache_holds_neighbours_while_hyperparameters_move():
     kernel, x, noise = KERNELS["matern"]().double(), points(N, 2), torch.full((N,), 0.05, dtype=torch.float64)
     cache = PreconditionerCache(FullScale(rank=10, neighbors=8))
@@ -171,8 +236,8 @@ def test_fewer_iterations_on_a_map_at_equal_memory():
 
 def test_what_it_refuses():
     kernel, x = KERNELS["matern"]().double(), points(30, 2)
-    with pytest.raises(InputError, match="one covariance in one process"):
-        FullScale().build(KernelMatrix.of(kernel, x.expand(2, 30, 2)), torch.ones(2, 30))
+    with pytest.raises(InputError, match="evaluates at pairs of inputs"):
+        FullScale().build(ToeplitzLinearOperator(torch.linspace(1, 0, 30)), torch.ones(30))
     with pytest.raises(InputError, match="rank"):
         FullScale(rank=-1)
     with pytest.raises(InputError, match="neighbors"):

@@ -107,6 +107,7 @@ SIGNATURES = {
     "RPCholesky": {"rank": None, "method": "accelerated", "block_size": None, "seed": 0},
     "Nystrom": {"rank": None, "sketch": "gaussian", "seed": 0},
     "NystromEigenPro": {"rank": None, "subsample_size": None, "seed": 0},
+    "FullScale": {"rank": None, "neighbors": None, "seed": 0},
     "ConjugateGradients": {"tol": None, "max_iterations": None, "precision": "auto"},
     "Cholesky": {},
     "ASkotch": {**BLOCKWISE, "rank": None, "version": 2, "mu": None, "sampling": "shuffled"},
@@ -335,7 +336,7 @@ def test_blockwise_solve_signature(name):
 @each(
     "choice",
     [
-        *("RPCholesky", "Nystrom", "NystromEigenPro"),
+        *("RPCholesky", "Nystrom", "NystromEigenPro", "FullScale"),
         *("ConjugateGradients", "Cholesky", "ASkotch", "Skotch", "EigenPro2"),
         *("KRILL", "Falkon", "QR", "EigenPro3", "EigenPro4", "NystromPCG", "SketchySAGA", "DoublyStochastic"),
     ],

@@ -934,8 +934,8 @@ BREAKS = (
         "wrong sign of the quadratic form in the densities of rows that are left out",
     ),
     Break(
-        "local = local - self._local_inverse(self.factor @ inner)",
-        "local = local + self._local_inverse(self.factor @ inner)",
+        "local = local - thin_product(features, inner)",
+        "local = local + thin_product(features, inner)",
         FULL_SCALE,
         "a wrong sign in Woodbury's identity",
     ),
@@ -944,6 +944,18 @@ BREAKS = (
         "value = h * v.log().sum()",
         FULL_SCALE,
         "a derivative of the full-scale determinant without the part of the factor",
+    ),
+    Break(
+        "self._of_pivots(live, wanted, space.total(of_factor), own)",
+        "self._of_pivots(live, wanted, of_factor, own)",
+        DISTRIBUTED,
+        "ranks take no gradients of F from the regressions of others",
+    ),
+    Break(
+        "tensors[-1][self.index]",
+        "tensors[-1][(0,) * len(self.index)]",
+        FULL_SCALE,
+        "all matrices of a batch are regressed with the noise of the first",
     ),
     Break(
         "compare_ranks(self.name, lambda: {where: tensor_mark(*batch)})",

@@ -106,8 +106,7 @@ def by_neighbors(base: Objective) -> Vecchia | None:
     covariance = _training_covariance(base.model)
     if not isinstance(covariance, AcceleratedAddedDiagLinearOperator):
         return None
-    near = is_map(Access(covariance.latent), covariance.noise)
-    return Vecchia(FullScale(rank=0, neighbors=_NEIGHBORS)) if near else None
+    return Vecchia(FullScale(rank=0, neighbors=_NEIGHBORS)) if is_map(Access(covariance.latent)) else None
 
 
 def _training_covariance(model: Any) -> Any:

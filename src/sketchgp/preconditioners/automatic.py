@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ..operators.access import Access
+from ..operators.access import Access, has_entries
 from .base import Preconditioner, noise_of_each
 from .full_scale import FullScale, features_of
 from .rpcholesky import RPCholesky
@@ -17,11 +18,11 @@ _LEFT = 2.0  # of the noise, that pivots leave of a row in the mean: below it mo
 _RANK = 64  # columns beside neighbours: on maps the time hardly depends on them from 0 to 150
 
 
-def is_map(matrix: Access, noise: Tensor) -> bool:
+def is_map(matrix: Access) -> bool:
     """Return whether K is of many rows of few features, which have neighbours."""
-    if matrix.n < _ROWS or not FullScale.serves_matrix(matrix, noise):
+    if matrix.n < _ROWS or not has_entries(matrix.source):
         return False
-    return features_of(matrix.source, _FEATURES) is not None
+    return all(features_of(one.source, _FEATURES) is not None for _, one in matrix.elements())
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class AutomaticPreconditioner(RPCholesky):
         return RPCholesky.__name__
 
     def resolved(self, matrix: Access, noise: Tensor) -> Preconditioner:
-        if not is_map(matrix, noise):
+        if not is_map(matrix):
             return RPCholesky()
         noise = noise_of_each(matrix, noise)
-        left = FullScale().approximate(matrix, noise).residual
-        return FullScale(rank=_RANK) if float((left / noise).mean()) > _LEFT else RPCholesky()
+        left = [FullScale().approximate(one, noise[i]).residual / noise[i] for i, one in matrix.elements()]
+        return FullScale(rank=_RANK) if float(torch.stack(left).mean()) > _LEFT else RPCholesky()

@@ -29,7 +29,7 @@ class Selection:
     ``scales`` (..., n) multiply the rows of a dense test matrix.  ``left`` (...) is the share of the trace of
     ``D^-1 K`` that F left, for the noise D at that time; ``excess`` (...) its amount, ``sum(residual / noise)``.
     ``test`` (n, r) is the test matrix, where it is kept; ``columns`` is r.  ``neighbors`` are those of
-    :class:`.FullScale`, the order and N.
+    :class:`.FullScale`, the order and N of each matrix of the batch.
     """
 
     factor: Factor

@@ -25,10 +25,11 @@ Sigrist, "Iterative methods for full-scale Gaussian process approximations for l
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -38,13 +39,13 @@ from ..checks import count, settle
 from ..checks import seed as seed_check
 from ..errors import InputError, NumericalError
 from ..operators import KernelMatrix
-from ..operators.access import Access, block, evaluated_accurately, has_entries, terms
+from ..operators.access import Access, block, element, evaluated_accurately, has_entries, index_within, terms
 from ..operators.substitution import cholesky_solve
-from ..operators.tiles import spans
+from ..operators.tiles import spans, thin_product
 from ..random_streams import generator
-from ..space import Space, square_norms
+from ..space import Factor, ShardedRows, Space, held_rows, space_of, square_norms, whole
 from .base import Preconditioner, Selection, noise_of_each
-from .low_rank import LowRank, shifted_cholesky
+from .low_rank import LowRank, pivoted_factor, shifted_cholesky
 from .rank import Costs, RankByCost
 from .rpcholesky import rpcholesky
 
@@ -70,10 +71,10 @@ class Neighbors:
     def _known(self) -> Tensor:
         return self.near < torch.arange(len(self.near), device=self.near.device).unsqueeze(1)
 
-    def blocks(self, rank: int) -> list[slice]:
-        """Return spans of rows whose blocks of neighbours are held at once."""
+    def blocks(self, rank: int, within: slice) -> list[slice]:
+        """Return spans of some rows whose blocks of neighbours are held at once."""
         m = self.near.shape[1] + 1
-        return list(spans(len(self.order), max(1, _ENTRIES // (m * max(rank, m)))))
+        return list(spans(within.stop, max(1, _ENTRIES // (m * max(rank, m))), within.start))
 
     def rows(self, span: slice) -> tuple[Tensor, Tensor]:
         """Return indices ``(b, m + 1)`` of some rows and of their neighbours, and which exist."""
@@ -95,18 +96,21 @@ class Neighbors:
 class FullScaleFactor:
     """P of one matrix in float64: its inverse, determinant, samples and their derivatives.
 
-    Set-up costs ``n m^2 (m + r)`` operations; memory ``3 n m`` numbers beside F.
+    Set-up costs ``n m^2 (m + r)`` operations; memory ``3 n m`` numbers beside F and M F.  Ranks that share out F share
+    out M F and the regressions, too, and each holds all of B.
 
-    :param operator: K, a sum of kernel matrices and dense ones, without batch, in float64.
-    :param noise: ``(n,)`` float64, D.
+    :param operator: K, a sum of kernel matrices and dense ones in float64, ``(n, n)`` or a batch of them.
+    :param noise: ``(n,)`` float64, D, or a batch to which that of K is broadcast.
     :param factor: F, ``(n, r)`` with ``F F^T <= K``; r may be 0.
     :param neighbors: order and N.
     :param pivots: ``(r,)``, which F is made of; None where no derivative is wanted.
     :param out_dtype: dtype of determinants and samples.
+    :param index: which matrix of the batch.
     :raises NumericalError: where P is not positive definite in float64.
 
     :ivar root: the lower Cholesky factor of C, ``(r, r)``.
     :ivar variances: v, ``(n,)``, in the order.
+    :ivar weighted_features: ``M F``, ``(n, r)``.
     :ivar tensors: what P is differentiated in: the tensors of K, and the noise.
     """
 
@@ -114,13 +118,15 @@ class FullScaleFactor:
         self,
         operator: Any,
         noise: Tensor,
-        factor: Tensor,
+        factor: Factor,
         neighbors: Neighbors,
         pivots: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
+        index: tuple[int, ...] = (),
     ) -> None:
-        self._begin(operator, noise, out_dtype)
         self.factor, self.neighbors, self.pivots, self.rank = factor, neighbors, pivots, factor.shape[-1]
+        self.index, self.batch_shape = index, torch.Size()
+        self._begin(operator, noise, out_dtype)
         self._compute()
 
     @classmethod
@@ -134,31 +140,50 @@ class FullScaleFactor:
         return cls(matrix, noise, factor, neighbors_of(Access(operator), factor, noise, neighbors, seed))
 
     def _begin(self, operator: Any, noise: Tensor, out_dtype: torch.dtype | None) -> None:
-        self.operator, self.diagonal_part, self.dtype = operator, noise, out_dtype or noise.dtype
+        self.operator, self.dtype = operator, out_dtype or noise.dtype
         self.tensors: tuple[Tensor, ...] = (*operator.representation(), noise)
-        self.batch_shape = torch.Size()
+        self.diagonal_part = noise[self.index]
 
     def detached(self, out_dtype: torch.dtype | None) -> FullScaleFactor:
         """Return the same without gradients, shown as ``out_dtype``."""
         copy = object.__new__(FullScaleFactor)
         copy.__dict__.update(self.__dict__)
-        copy._begin(self.operator.detach(), self.diagonal_part.detach(), out_dtype)
+        copy._begin(self.operator.detach(), self.tensors[-1].detach(), out_dtype)
         return copy
+
+    def _made_of(self, tensors: Sequence[Tensor]) -> tuple[Any, Tensor]:
+        """Return K and D, each of one matrix, from those of the batch."""
+        return element(self.operator.representation_tree()(*tensors[:-1]), self.index), tensors[-1][self.index]
+
+    def _regressions(
+        self, tensors: Sequence[Tensor], factor: Tensor, rows: slice
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the regressions of some rows on their neighbours, differentiable where autograd is on.
+
+        :param tensors: those of the batch.
+        :returns: indices ``(b, m + 1)`` of rows and neighbours, F there, weights ``(b, m)`` and variances ``(b,)``.
+        """
+        matrix, noise = self._made_of(tensors)
+        index, known = self.neighbors.rows(rows)
+        part = factor[index].requires_grad_(torch.is_grad_enabled())
+        weights, variances = regression(block(matrix, index, index), part, noise[index], known)
+        return index, part, weights, torch.maximum(variances, noise[index[:, 0]])
 
     @torch.no_grad()
     def _compute(self) -> None:
-        operator, noise, factor = self.operator.detach(), self.diagonal_part.detach(), self.factor
-        weights = torch.zeros_like(self.neighbors.near, dtype=noise.dtype)
-        self.variances = torch.empty_like(noise)
-        for rows in self.neighbors.blocks(self.rank):
-            index, known = self.neighbors.rows(rows)
-            weights[rows], self.variances[rows] = _regression(
-                block(operator, index, index), factor[index], noise[index], known
-            )
-        self._regress, self._turned = (self.neighbors.matrix(weights, turned) for turned in (False, True))
+        space, factor, tensors = space_of(self.factor), whole(self.factor), [t.detach() for t in self.tensors]
+        inner, made = factor.new_zeros(self.rank, self.rank), [factor.new_empty(0, self.neighbors.near.shape[1] + 1)]
+        for rows in self.neighbors.blocks(self.rank, space.span):
+            _, part, weights, variances = self._regressions(tensors, factor, rows)
+            half = left_of(part, weights) / variances.sqrt().unsqueeze(1)
+            inner += half.mT @ half
+            made.append(torch.cat([variances.unsqueeze(1), weights], dim=1))
+        values = space.whole(torch.cat(made))
+        self.variances = values[:, 0].clone()
+        self._regress, self._turned = (self.neighbors.matrix(values[:, 1:], turned) for turned in (False, True))
         self._scale = self.variances.rsqrt().unsqueeze(1)
-        half = self._whitened(factor)
-        inner = half.mT @ half
+        self.weighted_features: Any = space.factor(space.own(self._by_columns(self._local_inverse, factor)))
+        inner = space.total(inner)
         inner.diagonal().add_(1)
         self.root, failed = torch.linalg.cholesky_ex(inner)
         if int(failed) or not bool(torch.isfinite(self._scale).all() & torch.isfinite(self.root).all()):
@@ -169,6 +194,13 @@ class FullScaleFactor:
             )
 
     # --- G, its inverse and what they make up -----------------------------------------------------------------
+
+    def _by_columns(self, of: Callable[[Tensor], Tensor], vectors: Tensor) -> Tensor:
+        """Return a function of vectors ``(n, t)``, of which each rank that has a part of F computes some columns."""
+        if not isinstance(self.factor, ShardedRows):
+            return of(vectors)
+        shards, t = self.factor.shards, vectors.shape[1]
+        return shards.gather(of(vectors[:, shards.span(t)]), t, dim=-1)
 
     def _whitened(self, vectors: Tensor) -> Tensor:
         """Return ``G v``, in the order, for v ``(n, t)``."""
@@ -191,15 +223,21 @@ class FullScaleFactor:
         """Return ``G^-T v``, in the order."""
         return _nilpotent(self._turned, vectors[self.neighbors.order]) / self._scale
 
-    @torch.no_grad()
     def apply_inverse(self, rhs: Tensor) -> Tensor:
         """Return ``P^-1 rhs`` for rhs ``(..., n, t)``, computed in float64, in the dtype of rhs."""
-        columns = rhs.movedim(-2, 0).to(torch.float64)  # those of a batch stand side by side
-        local = self._local_inverse(columns.flatten(1))
+        return self.apply_inverse_to_rows(rhs, Space(rhs.shape[-2]))
+
+    @torch.no_grad()
+    def apply_inverse_to_rows(self, own: Tensor, space: Space) -> Tensor:
+        """Return the rows of ``P^-1 rhs`` that a rank holds, from those of rhs, ``(..., h, t)``; gathers rhs."""
+        rows = own.movedim(-2, 0).to(torch.float64)  # those of a batch stand side by side
+        columns = rows.flatten(1)
+        local = space.own(self._local_inverse(space.whole(columns)))
         if self.rank:
-            inner = cholesky_solve(self.factor.mT @ local, self.root)
-            local = local - self._local_inverse(self.factor @ inner)
-        return local.reshape(columns.shape).movedim(0, -2).to(rhs.dtype)
+            features = held_rows(self.weighted_features) if space.shared else self.weighted_features
+            inner = cholesky_solve(space.total(thin_product(features.mT, columns)), self.root)
+            local = local - thin_product(features, inner)
+        return local.reshape(rows.shape).movedim(0, -2).to(own.dtype)
 
     @cached_property
     def local_diagonal(self) -> Tensor:
@@ -209,17 +247,13 @@ class FullScaleFactor:
         turned = torch.sparse_csr_tensor(*held, self._turned.shape, check_invariants=False)
         return self._spread(squares + (turned @ squares.unsqueeze(1)).squeeze(1))
 
-    @cached_property
-    def weighted_features(self) -> Tensor:
-        """``M F``, ``(n, r)``."""
-        return self._local_inverse(self.factor)
-
     @torch.no_grad()
     def inverse_diagonal(self) -> Tensor:
         """Return the diagonal of P^-1, ``(n,)``, positive."""
-        near = self.local_diagonal
-        half = torch.linalg.solve_triangular(self.root, self.weighted_features.mT, upper=False)
-        return (near - half.square().sum(dim=0)).clamp(min=torch.finfo(near.dtype).eps * near)
+        near, features = self.local_diagonal, held_rows(self.weighted_features).mT
+        half = torch.linalg.solve_triangular(self.root, features, upper=False).mT
+        known = square_norms(space_of(self.factor).factor(half))
+        return (near - known).clamp(min=torch.finfo(near.dtype).eps * near)
 
     def log_determinant(self) -> Tensor:
         """Return ``log det P``; :meth:`sampled_derivative` has its gradient."""
@@ -232,66 +266,121 @@ class FullScaleFactor:
     @torch.no_grad()
     def sample(self, low_rank_noise: Tensor, full_noise: Tensor) -> Tensor:
         """Return N(0, P) samples ``(n, s)`` from normal numbers ``(r, s)`` and ``(n, s)``."""
-        return (self.factor @ low_rank_noise + self._coloured(full_noise)).to(self.dtype)
+        return (self.factor @ low_rank_noise + self._by_columns(self._coloured, full_noise)).to(self.dtype)
 
     # --- derivatives ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def sampled_derivative(
-        self,
-        tensors: tuple[Tensor, ...],
-        columns: Tensor,
-        weights: Tensor,
-        of_samples: Tensor,
-        low_rank_noise: Tensor,
-        full_noise: Tensor,
-        of_determinant: Tensor,
-    ) -> tuple[Tensor | None, ...]:
+    def sampled_derivative(self, tensors: tuple[Tensor, ...], *values: Tensor) -> tuple[Tensor | None, ...]:
         """Return gradients for :attr:`tensors`; see :meth:`.LowRankPlusDiagonal.sampled_derivative`."""
         live = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         wanted = [t for t in live if t.requires_grad]
         if not wanted:
             return (None,) * len(live)
-        y, w, g, h = (v.to(torch.float64) for v in (columns, weights, of_samples, of_determinant))
-        factor = self.factor
-        of_factor = 2 * (y * w) @ (y.mT @ factor) + g @ low_rank_noise.mT
-        of_factor += 2 * h * cholesky_solve(self._local_inverse(factor).mT, self.root).mT  # P^-1 F = M F C^-1
-        back = self._coloured_back(y)
-        c = torch.cat([2 * w * back, self._coloured_back(g)], dim=1)
-        t, e = c.shape[1], torch.linalg.solve_triangular(self.root, factor.mT, upper=False).mT
-        vectors = torch.cat([self._coloured(back), self._coloured(full_noise), e], dim=1)  # a, E
-        matrix, noise = partial(self.operator.representation_tree(), *live[:-1]), live[-1]
+        for one in wanted:  # of a rank without rows, too
+            one.grad = torch.zeros_like(one)
+        y, w, g, low_rank_noise, full_noise, h = (v.to(torch.float64) for v in values)
+        space, factor = space_of(self.factor), whole(self.factor)
+        own, of_factor = space.span, torch.zeros_like(factor)
+        of_factor[own] = 2 * (y * w)[own] @ (y.mT @ factor) + g[own] @ low_rank_noise.mT
+        # P^-1 F = M F C^-1
+        of_factor[own] += 2 * h * cholesky_solve(held_rows(self.weighted_features).mT, self.root).mT
+        back = self._by_columns(self._coloured_back, torch.cat([y, g], dim=1))
+        count, t = y.shape[1], back.shape[1]
+        a = self._by_columns(self._coloured, torch.cat([back[:, :count], full_noise], dim=1))
+        e = torch.linalg.solve_triangular(self.root, factor.mT, upper=False).mT
+        c, vectors = torch.cat([2 * w * back[:, :count], back[:, count:]], dim=1), torch.cat([a, e], dim=1)
         with torch.enable_grad():
-            for rows in self.neighbors.blocks(self.rank):
-                index, known = self.neighbors.rows(rows)
-                part = factor[index].requires_grad_()
-                b, v = _regression(block(matrix(), index, index), part, noise[index], known)
-                rest = vectors[index]
-                white = (rest[:, 0] - (b.unsqueeze(1) @ rest[:, 1:]).squeeze(1)) / v.sqrt().unsqueeze(1)
+            for rows in self.neighbors.blocks(self.rank, own):
+                index, part, b, v = self._regressions(live, factor, rows)
+                white = left_of(vectors[index], b) / v.sqrt().unsqueeze(1)
                 value = h * (v.log().sum() + white[:, t:].square().sum()) - (c[rows] * white[:, :t]).sum()
                 value.backward(inputs=[part, *wanted])
                 assert part.grad is not None
                 of_factor.index_add_(0, index.flatten(), part.grad.flatten(0, 1))
             if self.rank:
-                self._of_pivots(matrix, wanted, of_factor)
-        return tuple(t.grad for t in live)
+                self._of_pivots(live, wanted, space.total(of_factor), own)
+        return tuple(None if t.grad is None else space.total(t.grad) for t in live)
 
-    def _of_pivots(self, matrix: Callable[[], Any], wanted: list[Tensor], of_factor: Tensor) -> None:
-        """Add what F is made of, ``F = K(:, S) L^-T`` with ``L L^T = K_SS``, by blocks of rows, from its gradient."""
+    def _of_pivots(self, live: list[Tensor], wanted: list[Tensor], of_factor: Tensor, own: slice) -> None:
+        """Add what F is made of, ``F = K(:, S) L^-T`` with ``L L^T = K_SS``, by blocks of rows, from its gradient.
+
+        :param own: rows of F, of which that is added.
+        """
         pivots = self.pivots
         assert pivots is not None
-        block = Access(matrix()).block(pivots, pivots)
+        block = Access(self._made_of(live)[0]).block(pivots, pivots)
         live_root = shifted_cholesky(block, torch.finfo(block.dtype).eps)
         root = live_root.detach().requires_grad_()
+        root.grad = torch.zeros_like(root)
         everything = torch.arange(len(of_factor), device=of_factor.device)
-        for rows in spans(len(of_factor), max(1, _ENTRIES // len(pivots))):
-            part = Access(matrix()).block(everything[rows], pivots)
+        for rows in spans(own.stop, max(1, _ENTRIES // len(pivots)), own.start):
+            part = Access(self._made_of(live)[0]).block(everything[rows], pivots)
             factor = torch.linalg.solve_triangular(root, part.mT, upper=False)
             (factor * of_factor[rows].mT).sum().backward(inputs=[root, *wanted])
         live_root.backward(root.grad, inputs=wanted)
 
 
-def _regression(block: Tensor, part: Tensor, noise: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+class FullScaleBatch:
+    """P of each matrix of a batch, by :class:`FullScaleFactor`.
+
+    Vectors have the dimensions of the batch, to which others are broadcast, and may have more in front.
+
+    :param parts: of all matrices, in order; :param batch_shape: of the batch.
+    """
+
+    def __init__(self, parts: list[FullScaleFactor], batch_shape: torch.Size) -> None:
+        self.parts, self.batch_shape = parts, batch_shape
+        self.rank, self.dtype, self.tensors = parts[0].rank, parts[0].dtype, parts[0].tensors
+        self.diagonal_part = self.tensors[-1]
+
+    def detached(self, out_dtype: torch.dtype | None) -> FullScaleBatch:
+        """Return the same without gradients, shown as ``out_dtype``."""
+        return FullScaleBatch([part.detached(out_dtype) for part in self.parts], self.batch_shape)
+
+    def _each(self, of: Callable[..., Tensor], *vectors: Tensor, dims: int = 2) -> Tensor:
+        """Return the batch of a function's values.
+
+        :param of: function of a part and its vectors; :param dims: how many dimensions these have.
+        """
+        batch = torch.broadcast_shapes(self.batch_shape, *(v.shape[:-dims] for v in vectors))
+        front = len(batch) - len(self.batch_shape)
+        vectors = tuple(v.expand(*batch, *v.shape[-dims:]) for v in vectors)
+        values = [of(part, *(v[(slice(None),) * front + part.index] for v in vectors)) for part in self.parts]
+        return torch.stack(values, dim=front).reshape(*batch, *values[0].shape[front:])
+
+    def apply_inverse(self, rhs: Tensor) -> Tensor:
+        """Return ``P^-1 rhs`` for rhs ``(..., n, t)``."""
+        return self._each(FullScaleFactor.apply_inverse, rhs)
+
+    def apply_inverse_to_rows(self, own: Tensor, space: Space) -> Tensor:
+        """Return the rows of ``P^-1 rhs`` that a rank holds, from those of rhs, ``(..., h, t)``."""
+        return space.own(self.apply_inverse(space.whole(own)))
+
+    def log_determinant(self) -> Tensor:
+        """Return ``log det P`` of each matrix."""
+        return self._each(FullScaleFactor.log_determinant)
+
+    def unexplained(self, prior: Tensor) -> Tensor:
+        """Return what F and the neighbours leave of prior variances ``(..., n)``, at least zero."""
+        return self._each(FullScaleFactor.unexplained, prior, dims=1)
+
+    def sample(self, low_rank_noise: Tensor, full_noise: Tensor) -> Tensor:
+        """Return N(0, P) samples ``(..., n, s)`` from normal numbers ``(..., r, s)`` and ``(..., n, s)``."""
+        return self._each(FullScaleFactor.sample, low_rank_noise, full_noise)
+
+    def sampled_derivative(self, tensors: tuple[Tensor, ...], *values: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all matrices, added up; see :meth:`.LowRankPlusDiagonal.sampled_derivative`."""
+        each = (part.sampled_derivative(tensors, *(v[part.index] for v in values)) for part in self.parts)
+        return tuple(None if one[0] is None else reduce(torch.add, one) for one in zip(*each, strict=True))
+
+
+def left_of(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return the first rows ``(b, k)`` of blocks ``(b, m + 1, k)`` less their regression on the others."""
+    return rows[:, 0] - (weights.unsqueeze(1) @ rows[:, 1:]).squeeze(1)
+
+
+def regression(block: Tensor, part: Tensor, noise: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     """Regress the first row of each block on the others: weights ``(b, m)`` and variances ``(b,)``; differentiable.
 
     :param block: of K, ``(b, m + 1, m + 1)``; :param part: rows of F, ``(b, m + 1, r)``.
@@ -307,7 +396,7 @@ def _regression(block: Tensor, part: Tensor, noise: Tensor, known: Tensor) -> tu
     cross = rest[:, 1:, :1]
     weights = cholesky_solve(cross, root)
     explained = (weights * cross).sum(dim=(1, 2))
-    return weights.squeeze(2), torch.maximum(rest[:, 0, 0] - explained, noise[:, 0])
+    return weights.squeeze(2), rest[:, 0, 0] - explained
 
 
 def _nilpotent(matrix: Tensor, rhs: Tensor) -> Tensor:
@@ -321,6 +410,11 @@ def _nilpotent(matrix: Tensor, rhs: Tensor) -> Tensor:
         if torch.equal(following, x):
             return x
         x = following
+
+
+def _of_batch(values: Any, index: tuple[int, ...]) -> Any:
+    """Return an element of a batch, or the argument where there is no batch."""
+    return values[index] if index else values
 
 
 # --- neighbours -----------------------------------------------------------------------------------------------
@@ -361,11 +455,11 @@ class Tree:
 
 
 @torch.no_grad()
-def neighbors_of(matrix: Access, factor: Tensor, noise: Tensor, count: int, seed: int = 0) -> Neighbors:
+def neighbors_of(matrix: Access, factor: Factor, noise: Tensor, count: int, seed: int = 0) -> Neighbors:
     """Return a random order, and the rows before each one that matter most to it.
 
     In few dimensions these are the nearest by distance over lengthscales, by a k-d tree.  Elsewhere they have the
-    largest correlation in ``K - F F^T + D``, of all rows before.
+    largest correlation in ``K - F F^T + D``, of all rows before; ranks that share out F share out the search.
 
     :param factor: F, ``(n, r)``; :param noise: ``(n,)``; :param count: m.
     :param seed: of the order.
@@ -374,9 +468,8 @@ def neighbors_of(matrix: Access, factor: Tensor, noise: Tensor, count: int, seed
     order = torch.randperm(k, generator=generator(seed, "order of a full-scale approximation")).to(matrix.device)
     count = min(count, k - 1)
     near = torch.arange(k, device=order.device).unsqueeze(1).repeat(1, count)
-    result = Neighbors(order, near)
     if not count:
-        return result
+        return Neighbors(order, near)
     features = features_of(matrix.source)
     if features is not None:
         points, start, stop = features[order], 0, min(k, 4 * count)
@@ -384,21 +477,21 @@ def neighbors_of(matrix: Access, factor: Tensor, noise: Tensor, count: int, seed
             wanted = min(stop, int(_MORE * count) + _LEAST if start else stop)
             _keep(near, Tree(points[:stop]).nearest(points[start:stop], wanted), start)
             start, stop = stop, min(k, 2 * stop)
-        return result
-    correlations = _Correlations(matrix, factor, noise, order)
-    for rows in spans(k, max(1, _ENTRIES // k)):
+        return Neighbors(order, near)
+    correlations, space = _Correlations(matrix, factor, noise, order), space_of(factor)
+    for rows in spans(space.span.stop, max(1, _ENTRIES // k), space.span.start):
         tile = correlations(torch.arange(rows.start, rows.stop, device=order.device), rows.stop)
         _keep(near, tile.topk(min(count, rows.stop), dim=1).indices, rows.start)
-    return result
+    return Neighbors(order, space.whole(near[space.span]))
 
 
 class _Correlations:
     """Sizes of the correlations of rows with earlier ones in ``K - F F^T + D``, up to a factor for each row."""
 
-    def __init__(self, matrix: Access, factor: Tensor, noise: Tensor, order: Tensor) -> None:
+    def __init__(self, matrix: Access, factor: Factor, noise: Tensor, order: Tensor) -> None:
         rest = (matrix.diagonal() - square_norms(factor)).clamp(min=0) + noise
         self.matrix, self.order, self.scale = matrix, order, rest.rsqrt().to(matrix.source.dtype)[order]
-        self.part = factor[order].to(self.scale.dtype)
+        self.part = whole(factor)[order].to(self.scale.dtype)
 
     def __call__(self, rows: Tensor, stop: int) -> Tensor:
         """Return those ``(b, stop)`` of the rows at places ``(b,)`` in the order; -1 for rows that are no earlier."""
@@ -426,7 +519,7 @@ class FullScale(Preconditioner):
     A low-rank factor does not help where the kernel is short-ranged: maps, rough kernels, short lengthscales.
     Regressions on neighbours do.  Set-up costs ``n m^2 (m + r)`` operations and the search for neighbours, which takes
     a k-d tree for up to six features, and half a product with K and ``n^2 r`` operations elsewhere.  A solve costs
-    ``n (4 m + 2 r)`` operations an iteration.  Memory: ``n (3 m + r)`` float64 numbers.
+    ``n (2 m + 2 r)`` operations an iteration.  Memory: ``n (3 m + 2 r)`` float64 numbers.
 
     Reference: :mod:`sketchgp.preconditioners.full_scale`.
 
@@ -453,27 +546,28 @@ class FullScale(Preconditioner):
     def approximate(self, matrix: Access, noise: Tensor) -> LowRank:
         rank, rule = self.rank_for(matrix.n, matrix.device), self.stopping_rule(matrix)
         random = generator(self.seed, "pivots of a full-scale preconditioner")
-        return rpcholesky(matrix, rank, generator=random, weights=1 / noise, enough=rule)
+        space = Space.of(matrix.n)
+        return rpcholesky(matrix, rank, generator=random, weights=1 / noise, enough=rule, space=space)
 
-    @staticmethod
-    def serves_matrix(matrix: Access, noise: Tensor) -> bool:
-        """Return whether there is one matrix in one process, whose entries are had one by one."""
-        one = not matrix.batch_shape and noise.dim() == 1 and not Space.of(matrix.n).shared
-        return one and has_entries(matrix.source)
+    def rows_stored(self, n: int) -> int:
+        """Return n: every rank has all rows of F at times, since neighbours of its own rows are anywhere."""
+        return n
 
     def select(self, matrix: Access, noise: Tensor) -> Selection:
-        """Choose pivots, order and neighbours.
+        """Choose pivots, order and neighbours of each matrix of the batch.
 
-        :raises InputError: for batches, for several ranks, and for matrices that are not evaluated by entries.
+        :raises InputError: for matrices that are not evaluated by entries.
         """
-        if not self.serves_matrix(matrix, noise):
+        if not has_entries(matrix.source):
             raise InputError(
-                "FullScale expects one covariance in one process, which a kernel evaluates at pairs of inputs; use "
-                "RPCholesky() for batches, for ranks that work together and for matrices with a structure of their own."
+                "FullScale expects a covariance which a kernel evaluates at pairs of inputs; use RPCholesky() for "
+                "matrices with a structure of their own."
             )
-        chosen = super().select(matrix, noise)
-        assert isinstance(chosen.factor, Tensor)
-        chosen.neighbors = neighbors_of(matrix, chosen.factor, noise, self.neighbors or _NEIGHBORS, self.seed)
+        chosen, noise, m = super().select(matrix, noise), noise_of_each(matrix, noise), self.neighbors or _NEIGHBORS
+        chosen.neighbors = {
+            index: neighbors_of(one, _of_batch(chosen.factor, index), noise[index], m, self.seed)
+            for index, one in matrix.elements()
+        }
         return chosen
 
     @torch.no_grad()
@@ -484,25 +578,36 @@ class FullScale(Preconditioner):
         """
         if not super().serves(selection, matrix, factor, noise):
             return False
-        order, near = selection.neighbors.order, selection.neighbors.near
-        if not near.numel():
-            return True
-        rows = torch.arange(len(order) - 1, 0, -max(1, len(order) // _LOOKED_AT), device=order.device)
-        tile = _Correlations(matrix, factor, noise_of_each(matrix, noise), order)(rows, len(order))
-        held, best = tile.gather(1, near[rows]).clamp(min=0), tile.topk(near.shape[1], dim=1).values.clamp(min=0)
-        return bool(held.sum() >= _STILL * best.sum())
+        noise = noise_of_each(matrix, noise)
+        for index, one in matrix.elements():
+            order, near = selection.neighbors[index].order, selection.neighbors[index].near
+            if not near.numel():
+                continue
+            rows = torch.arange(len(order) - 1, 0, -max(1, len(order) // _LOOKED_AT), device=order.device)
+            tile = _Correlations(one, _of_batch(factor, index), noise[index], order)(rows, len(order))
+            held, best = tile.gather(1, near[rows]).clamp(min=0), tile.topk(near.shape[1], dim=1).values.clamp(min=0)
+            if not held.sum() >= _STILL * best.sum():
+                return False
+        return True
 
     @torch.no_grad()
-    def factor(self, matrix: Access, selection: Selection) -> Tensor:
+    def factor(self, matrix: Access, selection: Selection) -> Any:
         """Return F of the present K, without gradients: P is differentiated in what K is made of."""
-        return super().factor(matrix, selection)
+        assert selection.pivots is not None
+        batch = bool(matrix.batch_shape)
+        return super().factor(matrix, selection) if batch else pivoted_factor(matrix, selection.pivots).factor
 
     def assemble(
         self, matrix: Access, diagonal: Tensor, selection: Selection, factor: Any, moving: Any, live: bool
     ) -> tuple[Any, Any]:
-        operator = evaluated_accurately(matrix.source)
-        built = FullScaleFactor(
-            operator, diagonal, factor.detach(), selection.neighbors, selection.pivots, matrix.source.dtype
-        )
+        operator, dtype = evaluated_accurately(matrix.source), matrix.source.dtype
+        batch = torch.broadcast_shapes(matrix.batch_shape, diagonal.shape[:-1])
+        diagonal = diagonal.expand(*batch, matrix.n)
+        parts = []
+        for index in itertools.product(*map(range, batch)):
+            own = index_within(index, matrix.batch_shape)
+            chosen = _of_batch(factor.detach(), own), selection.neighbors[own], _of_batch(selection.pivots, own)
+            parts.append(FullScaleFactor(operator, diagonal, *chosen, dtype, index))
+        built = FullScaleBatch(parts, batch) if batch else parts[0]
         kept = built.detached(None)
-        return kept, built if live else kept.detached(matrix.source.dtype)
+        return kept, built if live else kept.detached(dtype)
