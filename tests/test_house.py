@@ -12,7 +12,7 @@ from pathlib import Path
 from test_floors import SOURCE, imports
 
 LIMITS = {
-    "lines of code": 22_689,
+    "lines of code": 22_681,
     "files": 194,
     "subclasses of LinearOperator": 6,
     "context variables": 8,

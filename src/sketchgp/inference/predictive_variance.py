@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from ..operators import KernelMatrix
-from ..operators.substitution import cholesky_solve
 from ..operators.tiles import spans
 from ..preconditioners import shifted_cholesky
-from ..preconditioners.full_scale import FullScaleFactor, Tree, features_of
+from ..preconditioners.full_scale import FullScaleFactor, Tree, features_of, left_of, regression
 
 _ROWS = 4096
 _EARLIER = 16  # neighbours that the remainder of a training point is regressed on
@@ -77,12 +76,15 @@ class LowRankVariance:
 
     def _variance(self, x: Tensor, left_out: Tensor | None = None) -> Tensor:
         """Return variances ``(p,)`` at x, without the training points ``left_out`` that they are."""
-        half, prior = self._half(x), self.block(x, None)
-        rest, near = prior - half.square().sum(dim=0), self._nearest(x, left_out)
-        weights, explained = self._conditioned(x, half, near)
-        half = half - (self._features[near].mT @ weights).squeeze(-1).mT
-        known = torch.linalg.solve_triangular(self.inner_root, half, upper=False)
-        variance = (rest - explained + known.square().sum(dim=0)).clamp(min=0)
+        near = self._nearest(x, left_out)
+        points = torch.cat([x.unsqueeze(1), self.x[near]], dim=1)
+        features = torch.cat([self._half(x).mT.unsqueeze(1), self._features[near]], dim=1)
+        noise = torch.nn.functional.pad(self.noise[near], (1, 0))
+        weights, rest = regression(
+            self.block(points, points), features, noise, torch.ones_like(noise, dtype=torch.bool)
+        )
+        known = torch.linalg.solve_triangular(self.inner_root, left_of(features, weights).mT, upper=False)
+        variance = (rest + known.square().sum(dim=0)).clamp(min=0)
         if left_out is not None:  # the low-rank part knows the point itself
             features, local = self._remainder.weighted_features[left_out], self._remainder.local_diagonal[left_out]
             mine = torch.linalg.solve_triangular(self.inner_root, features.mT, upper=False)
@@ -106,15 +108,3 @@ class LowRankVariance:
             return found
         own_last = (found == left_out.unsqueeze(1)).to(torch.int8).argsort(dim=1, stable=True)
         return found.gather(1, own_last)[:, :-1]
-
-    def _conditioned(self, x: Tensor, half: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
-        """Return b ``(p, M, 1)``, and the variance of the remainder that neighbours explain, ``(p,)``."""
-        points, features = self.x[near], self._features[near]
-        between = self.block(points, points) - features @ features.mT
-        between.diagonal(dim1=-2, dim2=-1).add_(self.noise[near])
-        cross = self.block(points, x.unsqueeze(1)) - features @ half.mT.unsqueeze(-1)
-        root, bad = torch.linalg.cholesky_ex(between)
-        if bool(bad.any()):
-            root = shifted_cholesky(between, torch.finfo(root.dtype).eps)
-        weights = cholesky_solve(cross, root)
-        return weights, (cross * weights).sum(dim=(-2, -1))

@@ -194,7 +194,7 @@ class KernelMatrix(LinearOperator):
         """
         if b is None:
             return self.at(a, a, True).type(torch.float64).diagonal(dim1=-1, dim2=-2)
-        return self.at(a, b, centre=self.pairs.centre).type(torch.float64).to_dense()
+        return self.at(a, b, b is a, self.pairs.centre).type(torch.float64).to_dense()
 
     def rows(self, rows: Tensor, columns: Tensor | None = None) -> KernelMatrix:
         """``k(x1[rows], x2)``, or ``k(x1[rows], x2[columns])``, for indices (r,), as an operator."""
