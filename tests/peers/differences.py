@@ -56,6 +56,16 @@ BOTORCH = {
         "Counts calls of the likelihood; a posterior asks it for the noise of the training rows once more."
     ),
 }
+# Their acquisition functions take densities of many thousand posteriors at up to 13 points, each of which would get a
+# preconditioner of its own: not done in an hour.  By default these are factorized, and the tests take a minute.
+UNFINISHED = {
+    "iterative": (
+        "test/acquisition/test_bayesian_active_learning.py::TestQBayesianActiveLearningByDisagreement"
+        "::test_q_bayesian_active_learning_by_disagreement_single_objective",
+        "test/acquisition/test_joint_entropy_search.py::TestQJointEntropySearch",
+        "test/acquisition/multi_objective/test_joint_entropy_search.py::TestQLowerBoundMultiObjectiveJointEntropySearch",
+    )
+}
 DIFFERENCES = {
     "gpytorch": {"default": DEFAULT, "iterative": ITERATIVE},
     "botorch": {"default": BOTORCH, "iterative": BOTORCH},
