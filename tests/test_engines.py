@@ -108,7 +108,10 @@ def test_a_stored_matrix_follows_its_parameters():
 @each(
     ("options", "message"),
     [
-        ({"engine": "sparse"}, "engine expects one of 'auto', 'dense', 'lattice', 'tiled', 'triton', got 'sparse'"),
+        (
+            {"engine": "sparse"},
+            "engine expects one of 'auto', 'dense', 'lattice', 'near_and_far', 'tiled', 'triton', got 'sparse'",
+        ),
         ({"precision": "half"}, "precision expects 'float32' or 'tf32', got 'half'"),
         ({"precision": "tf32"}, "precision='tf32' needs engine='triton'; engine='auto' has 'float32' only"),
         ({"engine": "dense", "precision": "tf32"}, "needs engine='triton'; engine='dense'"),

@@ -12,8 +12,8 @@ from pathlib import Path
 from test_floors import SOURCE, imports
 
 LIMITS = {
-    "lines of code": 22_681,
-    "files": 194,
+    "lines of code": 22_997,
+    "files": 195,
     "subclasses of LinearOperator": 6,
     "context variables": 8,
     "private names of others": 45,

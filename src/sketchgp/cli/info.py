@@ -11,11 +11,11 @@ from importlib import metadata
 import torch
 
 from ..memory import available_memory
-from ..operators.engines import DENSE, LATTICE, TILED, TRITON
+from ..operators.engines import NAMED
 
 _PACKAGES = (
     *("torch", "gpytorch", "linear_operator", "numpy", "scipy", "tqdm"),
-    *("matplotlib", "botorch", "pykeops", "triton", "scikit-learn", "pyarrow", "pandas"),
+    *("matplotlib", "botorch", "finufft", "pykeops", "triton", "scikit-learn", "pyarrow", "pandas"),
 )
 _VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "ATEN_CPU_CAPABILITY"),
@@ -64,5 +64,5 @@ def _version(name: str) -> str:
 
 def _engines(device: torch.device) -> dict[str, str]:
     """Return which engines a device has, with the reason where one is missing."""
-    reasons = {engine.name: engine.absent(device, torch.float32) for engine in (DENSE, LATTICE, TILED, TRITON)}
+    reasons = {name: engine.absent(device, torch.float32) for name, engine in NAMED.items()}
     return {f"matmul={name!r} on {device}": f"no: {why}" if why else "yes" for name, why in reasons.items()}

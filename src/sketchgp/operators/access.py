@@ -24,7 +24,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from ..row_sources import blocks
-from .engines import DENSE, LATTICE, TRITON, choose
+from .engines import DENSE, FAST, LATTICE, NEAR_AND_FAR, TRITON, choose
 from .generic_tiles import call
 from .kernel_matrix import KernelMatrix
 from .lazies import SUMS, evaluated, keeps_gradients, without_keops
@@ -251,9 +251,16 @@ def has_entries(operator: LinearOperator) -> bool:
     return all(isinstance(part, (KernelMatrix, DenseLinearOperator)) for _, part in terms(operator))
 
 
-def on_lattice(operator: LinearOperator) -> bool:
-    """Return whether all products with an operator are made on lattices."""
-    return all(isinstance(part, KernelMatrix) and choose(part.pairs) is LATTICE for _, part in terms(operator))
+def has_fast_products(operator: LinearOperator) -> bool:
+    """Return whether all products with an operator take far fewer than n^2 operations."""
+    return all(isinstance(part, KernelMatrix) and choose(part.pairs) in FAST for _, part in terms(operator))
+
+
+def accuracy_notes(operator: LinearOperator) -> list[str]:
+    """Return what a report should say of products that are made to a tolerance."""
+    pairs = [part.pairs for _, part in terms(operator) if isinstance(part, KernelMatrix)]
+    errors = [NEAR_AND_FAR.parts(each).error for each in pairs if choose(each) is NEAR_AND_FAR]
+    return [f"entries of the kernel matrix are within {max(errors):.0e} of k(0)"] if errors else []
 
 
 Term = tuple[float | Tensor, LinearOperator]
@@ -265,12 +272,13 @@ def terms(operator: LinearOperator) -> list[Term]:
 
 
 def accurate_terms(operator: LinearOperator) -> list[Term]:
-    """Return :func:`terms` in float64: kernel matrices by tiles, but stored matrices as they are."""
+    """Return :func:`terms` in float64: kernel matrices by tiles or a fast engine, but stored matrices as they are."""
 
     def accurate(part: LinearOperator) -> LinearOperator:
         if isinstance(part, KernelMatrix):
             double = part.type(torch.float64)
-            return double.by("lattice" if LATTICE.serves(double.pairs) else "tiled")
+            fast = LATTICE if LATTICE.serves(double.pairs) else choose(part.pairs)
+            return double.by(fast.name if fast in FAST else "tiled")
         return part if isinstance(part, DenseLinearOperator) else part.type(torch.float64)
 
     return [(scale, accurate(part)) for scale, part in terms(operator)]
@@ -338,7 +346,7 @@ class Remainder:
         pairs: Any = getattr(matrix.source, "pairs", None)
         if pairs is None or pairs.batch_shape or pairs.device.type != "cpu" or pairs.dtype != torch.float32:
             return False
-        plain = not (pairs.asked or pairs.sources or pairs.ranks() is not None or choose(pairs) is LATTICE)
+        plain = not (pairs.asked or pairs.sources or pairs.ranks() is not None or choose(pairs) in FAST)
         return plain and 2 * matrix.n**2 <= budget and nearby(pairs) is None
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from ..checks import inputs, instance
 from ..errors import InputError
 from ..row_sources import RowSource
 from .centre import Centre
-from .engines import LATTICE, TILED, check_able, check_choice
+from .engines import FAST, TILED, check_able, check_choice
 from .expression import recognise
 from .first_order import first_order
 from .generic_tiles import diagonal, is_plain, real, settle
@@ -94,7 +94,8 @@ class KernelMatrix(LinearOperator):
         if lazy.last_dim_is_batch or lazy.params or not is_plain(kernel, lazy.x1, lazy.x2):
             return None
         same = lazy.x1 is lazy.x2 or (lazy.x1.shape == lazy.x2.shape and torch.equal(lazy.x1, lazy.x2))
-        return cls.assemble(kernel, lazy.x1, lazy.x2, engine, same, precision, strict=engine != LATTICE.name)
+        strict = engine not in [fast.name for fast in FAST]
+        return cls.assemble(kernel, lazy.x1, lazy.x2, engine, same, precision, strict)
 
     @classmethod
     def assemble(
@@ -105,7 +106,7 @@ class KernelMatrix(LinearOperator):
         if recognise(kernel) is not None:  # integers are numbers to such a kernel, and indices to some others
             x1, x2 = (x if x.is_floating_point() else x.to(next(iter(named.values())).dtype) for x in (x1, x2))
         matrix = cls(x1, x2, *named.values(), kernel=kernel, names=names, engine=engine, same=same, precision=precision)
-        if strict:  # of a model the test points need lie on no lattice
+        if strict:  # an engine that serves the training points of a model may not serve others
             check_able(matrix.pairs)
         if matrix.expression is None:
             settle(kernel, x1, x2)

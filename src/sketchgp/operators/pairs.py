@@ -39,8 +39,10 @@ class Pairs:
     :param names: the names of ``parameters`` in ``kernel.named_parameters()``.
     :param engine: how products are computed (:mod:`sketchgp.operators.engines`).  ``"dense"`` stores the matrix at the
         first product, until torch knows of a change in inputs or parameters (memory shared with numpy is not seen).
-        ``"tiled"`` computes it by tiles, ``"triton"`` by fused kernels, ``"lattice"`` by fast Fourier transforms.
-        ``"auto"`` takes ``"lattice"`` where the points lie on one and that is faster.  Else it stores the matrix where
+        ``"tiled"`` computes it by tiles, ``"triton"`` by fused kernels, ``"lattice"`` by fast Fourier transforms,
+        ``"near_and_far"`` by non-uniform ones.
+        ``"auto"`` takes ``"lattice"`` where the points lie on one and that is faster, and ``"near_and_far"`` where that
+        is faster and float32 is the dtype.  Else it stores the matrix where
         x1 is x2 and it fits the memory budget (``settings.memory_budget``), and otherwise takes ``"triton"`` on CUDA
         and ``"tiled"`` where that does not apply.
     :param same: whether x1 and x2 hold the same points.

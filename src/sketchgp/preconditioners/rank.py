@@ -14,7 +14,7 @@ import torch
 from ..devices import float64_cost
 from ..operators import KernelMatrix
 from ..operators.access import Access, terms
-from ..operators.engines import DENSE, LATTICE, TILED, choose
+from ..operators.engines import DENSE, LATTICE, NEAR_AND_FAR, TILED, choose
 from ..operators.nearby import nearby
 
 _NEGLIGIBLE = 0.01  # of sum(residual / noise), below which the matrix is its diagonal to the probes, too
@@ -107,10 +107,11 @@ class Costs:
         return self.prices.stored * part.dtype.itemsize / 8 if kept else 0.0
 
     def _transformed(self, part: Any) -> float:
-        """Return the cost of an entry of a product on a lattice; 0 for other products."""
-        if not isinstance(part, KernelMatrix) or choose(part.pairs) is not LATTICE:
-            return 0.0
-        return self.prices.point * LATTICE.found(part.pairs).points / self.n**2
+        """Return the cost of an entry of a product by a fast engine; 0 for other products."""
+        engine = choose(part.pairs) if isinstance(part, KernelMatrix) else None
+        if engine is LATTICE:
+            return self.prices.point * LATTICE.found(part.pairs).points / self.n**2
+        return NEAR_AND_FAR.found(part.pairs).cost[1] / self.n**2 if engine is NEAR_AND_FAR else 0.0
 
     def iteration(self, rank: int) -> float:
         """Return the cost of an iteration with a factor of this rank."""

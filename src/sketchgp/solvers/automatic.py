@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..operators.access import on_lattice
+from ..operators.access import has_fast_products
 from ..preconditioners import Preconditioner
 from ..settings import free_memory, memory_budget
 from .full.askotch import ASkotch
@@ -31,12 +31,12 @@ def automatic_solver(
     n x rank factor, or this rank's rows of it, has to fit the memory budget
     (:class:`sketchgp.settings.memory_budget`).  Without a preconditioner nothing has to fit.
 
-    :param operator: K, where it is there already: on a lattice, products take less time than good preconditioners.
+    :param operator: K, where it is there already: its products may take less time than good preconditioners.
     """
     if preconditioner is None:
         return ConjugateGradients(), "solver='auto' chose ConjugateGradients: no preconditioner was asked for"
-    if operator is not None and on_lattice(operator):
-        return ConjugateGradients(), "solver='auto' chose ConjugateGradients: points on a lattice have fast products"
+    if operator is not None and has_fast_products(operator):
+        return ConjugateGradients(), "solver='auto' chose ConjugateGradients: products with the kernel matrix are fast"
     rank = min(n, preconditioner.rank or math.ceil(_SHARE * 10 * math.sqrt(n)))
     needed, budget = _BYTES * preconditioner.rows_stored(n) * rank, memory_budget.value(device)
     room = f"the budget of {budget / 2**30:.2g} GiB"

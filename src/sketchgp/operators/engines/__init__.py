@@ -16,13 +16,15 @@ from ..expression import recognise
 from ..pairs import Pairs
 from .base import Engine
 from .lattice import Lattice
+from .near_and_far import NearAndFar
 from .tiled import Dense, Tiled
 from .triton import Triton
 
-DENSE, LATTICE, TILED, TRITON = Dense(), Lattice(), Tiled(), Triton()
-_NAMED: dict[str, Engine] = {engine.name: engine for engine in (DENSE, LATTICE, TILED, TRITON)}
-ENGINES = ("auto", *_NAMED)
-PRECISIONS = tuple(dict.fromkeys(name for engine in _NAMED.values() for name in engine.precisions))
+DENSE, LATTICE, NEAR_AND_FAR, TILED, TRITON = Dense(), Lattice(), NearAndFar(), Tiled(), Triton()
+NAMED: dict[str, Engine] = {engine.name: engine for engine in (DENSE, LATTICE, NEAR_AND_FAR, TILED, TRITON)}
+FAST = (LATTICE, NEAR_AND_FAR)  # their products take far fewer than n^2 operations
+ENGINES = ("auto", *NAMED)
+PRECISIONS = tuple(dict.fromkeys(name for engine in NAMED.values() for name in engine.precisions))
 
 
 def check_choice(
@@ -35,7 +37,7 @@ def check_choice(
     """
     word(owner, names[0], engine, ENGINES)
     word(owner, names[1], precision, PRECISIONS)
-    if precision not in (Engine if engine == "auto" else _NAMED[engine]).precisions:
+    if precision not in (Engine if engine == "auto" else NAMED[engine]).precisions:
         raise InputError(
             f"{owner}: {names[1]}={precision!r} needs {names[0]}='triton'; {names[0]}={engine!r} has 'float32' only."
         )
@@ -46,8 +48,8 @@ def check_present(engine: str, device: torch.device, dtype: torch.dtype) -> None
 
     :raises InputError: if it cannot.
     """
-    if engine in _NAMED:
-        _refuse(engine, _NAMED[engine].absent(device, dtype))
+    if engine in NAMED:
+        _refuse(engine, NAMED[engine].absent(device, dtype))
 
 
 def check_able(pairs: Pairs) -> None:
@@ -57,7 +59,7 @@ def check_able(pairs: Pairs) -> None:
     """
     if pairs.engine != "auto":
         streamed = "it needs all rows in memory" if pairs.sources and pairs.engine != TILED.name else None
-        _refuse(pairs.engine, streamed or _NAMED[pairs.engine].missing(pairs))
+        _refuse(pairs.engine, streamed or NAMED[pairs.engine].missing(pairs))
 
 
 def _refuse(engine: str, reason: str | None) -> None:
@@ -68,20 +70,21 @@ def _refuse(engine: str, reason: str | None) -> None:
 def choose(pairs: Pairs, columns: int = 1) -> Engine:
     """The engine of a product with some columns: the one that was named, else the fastest that applies.
 
-    That points lie on a lattice is found from their coordinates (:meth:`.Lattice.serves`).
+    That points lie on a lattice, or in few dimensions, is found from their coordinates (``serves``).
     A named engine that cannot take a variant of its matrix (its float64 copy, say) is replaced by tiles.
     """
     if pairs.sources:
         return TILED
     if pairs.engine != "auto":
-        engine = _NAMED[pairs.engine]
+        engine = NAMED[pairs.engine]
         return engine if engine.missing(pairs) is None else TILED
-    if LATTICE.serves(pairs, columns):
-        return LATTICE
+    for fast in FAST:
+        if fast.serves(pairs, columns):
+            return fast
     square = pairs.same  # a rectangular block is used once: storing it would gain nothing
     fits = square and DENSE.fits(pairs)
     fused = None if fits or pairs.device.type != "cuda" else TRITON.missing(pairs)
-    return _NAMED[automatic(pairs.device.type, square, fits, fused)[0]]
+    return NAMED[automatic(pairs.device.type, square, fits, fused)[0]]
 
 
 def automatic(device: str, square: bool, fits: bool, fused: str | None) -> tuple[str, str]:

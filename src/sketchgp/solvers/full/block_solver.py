@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...checks import count, number, seed, settle, tolerance
 from ...errors import InputError
+from ...operators.access import accuracy_notes
 from ...operators.marks import operator_marks
 from ...report import SolveReport, conclude, merged
 from ..choices import FullSolver
@@ -70,7 +71,7 @@ class BlockSolver(FullSolver):
     def solve(
         self,
         problem: FullProblem,
-        matmul: Literal["auto", "dense", "lattice", "tiled", "triton"] = "auto",
+        matmul: Literal["auto", "dense", "lattice", "near_and_far", "tiled", "triton"] = "auto",
         initial: Tensor | None = None,
         callback: Callable[[Progress], Any] | None = None,
         held_out: tuple[Tensor, Tensor] | None = None,
@@ -78,7 +79,7 @@ class BlockSolver(FullSolver):
     ) -> Solution:
         """Solve a :class:`FullProblem`.
 
-        :param matmul: ``"auto"``, ``"dense"``, ``"lattice"``, ``"tiled"`` or ``"triton"``.
+        :param matmul: ``"auto"``, ``"dense"``, ``"lattice"``, ``"near_and_far"``, ``"tiled"`` or ``"triton"``.
         :param initial: starting point in y's shape; costs one product with K.
         :param callback: called with a :class:`Progress` after every pass, or 50,000 rows where that is less;
             returning True ends the solve.
@@ -129,5 +130,5 @@ class BlockSolver(FullSolver):
         method = self.method(system, size)
         refinement = Refinement(system, method, rhs.to(torch.float64), rhs.dtype, self.tol or 1e-3, self.seed)
         value, report = self._execute(refinement, self.max_passes, lambda: (marks(), {}), began=began, **options)
-        report.notes += self.notes(system.n)
+        report.notes += [*self.notes(system.n), *accuracy_notes(system.operator)]
         return value, report

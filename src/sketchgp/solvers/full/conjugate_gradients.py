@@ -18,7 +18,7 @@ from ...checks import count, instance, settle, tolerance, word
 from ...errors import InputError
 from ...fingerprint import tensor_mark
 from ...operators import LowRankPlusDiagonal
-from ...operators.access import Access
+from ...operators.access import Access, accuracy_notes
 from ...operators.marks import operator_marks
 from ...preconditioners import AutomaticPreconditioner, Preconditioner
 from ...report import Reason, SolveReport, conclude, shortfall_counted
@@ -81,7 +81,7 @@ class ConjugateGradients(FullSolver):
         self,
         problem: FullProblem,
         preconditioner: Preconditioner | Literal["auto"] | None = "auto",
-        matmul: Literal["auto", "dense", "lattice", "tiled", "triton"] = "auto",
+        matmul: Literal["auto", "dense", "lattice", "near_and_far", "tiled", "triton"] = "auto",
         initial: Tensor | None = None,
         callback: Callable[[Progress], Any] | None = None,
         held_out: tuple[Tensor, Tensor] | None = None,
@@ -90,7 +90,7 @@ class ConjugateGradients(FullSolver):
         """Solve a :class:`FullProblem`.
 
         :param preconditioner: a choice object, None, or ``"auto"`` as in :func:`sketchgp.accelerate`.
-        :param matmul: ``"auto"``, ``"dense"``, ``"lattice"``, ``"tiled"`` or ``"triton"``.
+        :param matmul: ``"auto"``, ``"dense"``, ``"lattice"``, ``"near_and_far"``, ``"tiled"`` or ``"triton"``.
         :param initial: starting point in y's shape.
         :param callback: called with a :class:`Progress` once an iteration, whose residual is that of the recurrence;
             returning True ends the solve.
@@ -226,6 +226,7 @@ class ConjugateGradients(FullSolver):
         """
         work, marks = self.max_iterations or 1000, lambda: self._marks(method, rhs, name)
         value, report = self._execute(method, work, marks, lambda: self._facts(method, name), **options)
+        report.notes += accuracy_notes(method.system.operator)
         with shortfall_counted() if method.lost and not method.by_energy else nullcontext():
             conclude(report)
         return value, report
