@@ -136,11 +136,7 @@ class Objective:
 
     def loss(self, targets: Tensor) -> Tensor:
         """Return the loss of targets, differentiable."""
-        by = (
-            nullcontext()
-            if self.density is None or self.acceleration is None
-            else self.acceleration.having(density=self.density)
-        )
+        by = self.acceleration.having(density=self.density) if self.acceleration and self.density else nullcontext()
         with by:
             output, seen = self.model(*self.model.train_inputs), self.model.train_inputs
             if hasattr(self.model, "transform_inputs"):  # likelihoods get what the model's forward sees
