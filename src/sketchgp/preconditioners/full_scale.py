@@ -51,6 +51,7 @@ from .rpcholesky import rpcholesky
 
 _ENTRIES = 2**22  # entries of blocks of neighbours held at once
 _NEIGHBORS = 32
+_COLUMNS = 16  # of F that M is applied to at once
 _FEATURES = 6  # dimension up to which a k-d tree finds neighbours
 _MORE, _LEAST = 2.5, 10  # candidates of a tree for each neighbour, and more: of a row's, half or more come before it
 _LOOKED_AT, _STILL = 128, 0.8  # rows whose neighbours are compared with the best ones, and the share they must have
@@ -176,13 +177,16 @@ class FullScaleFactor:
     @torch.no_grad()
     def _compute(self) -> None:
         space, factor, tensors = space_of(self.factor), whole(self.factor), [t.detach() for t in self.tensors]
-        inner, made = factor.new_zeros(self.rank, self.rank), [factor.new_empty(0, self.neighbors.near.shape[1] + 1)]
+        inner, made = (
+            factor.new_zeros(self.rank, self.rank),
+            factor.new_empty(len(factor), self.neighbors.near.shape[1] + 1),
+        )
         for rows in self.neighbors.blocks(self.rank, space.span):
             _, part, weights, variances = self._regressions(tensors, factor, rows)
             half = left_of(part, weights) / variances.sqrt().unsqueeze(1)
             inner += half.mT @ half
-            made.append(torch.cat([variances.unsqueeze(1), weights], dim=1))
-        values = space.whole(torch.cat(made))
+            made[rows] = torch.cat([variances.unsqueeze(1), weights], dim=1)
+        values = space.whole(space.own(made))
         self.variances = values[:, 0].clone()
         self._regress, self._turned = (self.neighbors.matrix(values[:, 1:], turned) for turned in (False, True))
         self._scale = self.variances.rsqrt().unsqueeze(1)
@@ -202,22 +206,22 @@ class FullScaleFactor:
     def _by_columns(self, of: Callable[[Tensor], Tensor], vectors: Tensor) -> Tensor:
         """Return a function of vectors ``(n, t)``, of which each rank that has a part of F computes some columns."""
         if not isinstance(self.factor, ShardedRows):
-            return of(vectors)
+            return torch.cat([of(part) for part in vectors.split(_COLUMNS, dim=1)], dim=1)
         shards, t = self.factor.shards, vectors.shape[1]
         return shards.gather(of(vectors[:, shards.span(t)]), t, dim=-1)
 
     def _whitened(self, vectors: Tensor) -> Tensor:
         """Return ``G v``, in the order, for v ``(n, t)``."""
         rest = vectors[self.neighbors.order]
-        return (rest - self._regress @ rest) * self._scale
+        return rest.sub_(self._regress @ rest).mul_(self._scale)
 
     def _spread(self, ordered: Tensor) -> Tensor:
         return torch.empty_like(ordered).index_copy_(0, self.neighbors.order, ordered)
 
     def _local_inverse(self, vectors: Tensor) -> Tensor:
         """Return ``M v``."""
-        scaled = self._whitened(vectors) * self._scale
-        return self._spread(scaled - self._turned @ scaled)
+        scaled = self._whitened(vectors).mul_(self._scale)
+        return self._spread(scaled.sub_(self._turned @ scaled))
 
     def _coloured(self, ordered: Tensor) -> Tensor:
         """Return ``G^-1 u`` for u in the order."""
