@@ -68,10 +68,6 @@ class Neighbors:
     order: Tensor
     near: Tensor
 
-    @cached_property
-    def _known(self) -> Tensor:
-        return self.near < torch.arange(len(self.near), device=self.near.device).unsqueeze(1)
-
     def blocks(self, rank: int, within: slice) -> list[slice]:
         """Return spans of some rows whose blocks of neighbours are held at once."""
         m = self.near.shape[1] + 1
@@ -80,7 +76,7 @@ class Neighbors:
     def rows(self, span: slice) -> tuple[Tensor, Tensor]:
         """Return indices ``(b, m + 1)`` of some rows and of their neighbours, and which exist."""
         own = torch.arange(span.start, span.stop, device=self.near.device).unsqueeze(1)
-        known = torch.cat([torch.ones_like(own, dtype=torch.bool), self._known[span]], dim=1)
+        known = torch.cat([torch.ones_like(own, dtype=torch.bool), self.near[span] < own], dim=1)
         return self.order[torch.cat([own, self.near[span]], dim=1)], known
 
     def matrix(self, values: Tensor, transposed: bool) -> Tensor:
@@ -177,10 +173,8 @@ class FullScaleFactor:
     @torch.no_grad()
     def _compute(self) -> None:
         space, factor, tensors = space_of(self.factor), whole(self.factor), [t.detach() for t in self.tensors]
-        inner, made = (
-            factor.new_zeros(self.rank, self.rank),
-            factor.new_empty(len(factor), self.neighbors.near.shape[1] + 1),
-        )
+        inner = factor.new_zeros(self.rank, self.rank)
+        made = factor.new_empty(len(factor), self.neighbors.near.shape[1] + 1)
         for rows in self.neighbors.blocks(self.rank, space.span):
             _, part, weights, variances = self._regressions(tensors, factor, rows)
             half = left_of(part, weights) / variances.sqrt().unsqueeze(1)
@@ -394,8 +388,10 @@ def regression(block: Tensor, part: Tensor, noise: Tensor, known: Tensor) -> tup
     :param block: of K, ``(b, m + 1, m + 1)``; :param part: rows of F, ``(b, m + 1, r)``.
     :param noise: ``(b, m + 1)``; :param known: which rows count.
     """
-    rest = block - part @ part.mT + torch.diag_embed(noise)
-    rest = torch.where(known.unsqueeze(1) & known.unsqueeze(2), rest, torch.diag_embed((~known).to(rest.dtype)))
+    rest = torch.baddbmm(block, part, part.mT, alpha=-1)
+    rest.diagonal(dim1=1, dim2=2).add_(noise)
+    if not bool(known.all()):
+        rest = torch.where(known.unsqueeze(1) & known.unsqueeze(2), rest, torch.diag_embed((~known).to(rest.dtype)))
     root, failed = torch.linalg.cholesky_ex(rest[:, 1:, 1:])
     if bool(failed.any()):  # rounding has made some blocks indefinite: their rows are taken without neighbours
         alone = torch.diag_embed(rest.diagonal(dim1=1, dim2=2).clamp(min=noise))
@@ -403,8 +399,7 @@ def regression(block: Tensor, part: Tensor, noise: Tensor, known: Tensor) -> tup
         root = torch.linalg.cholesky(rest[:, 1:, 1:])
     cross = rest[:, 1:, :1]
     weights = cholesky_solve(cross, root)
-    explained = (weights * cross).sum(dim=(1, 2))
-    return weights.squeeze(2), rest[:, 0, 0] - explained
+    return weights.squeeze(2), rest[:, 0, 0] - (weights * cross).sum(dim=(1, 2))
 
 
 def _nilpotent(matrix: Tensor, rhs: Tensor) -> Tensor:
@@ -413,11 +408,9 @@ def _nilpotent(matrix: Tensor, rhs: Tensor) -> Tensor:
     ``x <- rhs + B x`` is constant after as many steps as the longest chain of neighbours has rows.
     """
     x = rhs
-    while True:
-        following = rhs + matrix @ x
-        if torch.equal(following, x):
-            return x
+    while not torch.equal(following := rhs + matrix @ x, x):
         x = following
+    return x
 
 
 def _of_batch(values: Any, index: tuple[int, ...]) -> Any:
