@@ -12,7 +12,7 @@ from pathlib import Path
 from test_floors import SOURCE, imports
 
 LIMITS = {
-    "lines of code": 22_997,
+    "lines of code": 22_995,
     "files": 195,
     "subclasses of LinearOperator": 6,
     "context variables": 8,
