@@ -22,6 +22,7 @@ SMALL = {  # arguments for a run of seconds
     "memmap_posterior_mean.py": ["--rows", "1000"],
     "molecules.py": ["--rows", "300"],
     "random_feature_stream.py": ["--batches", "4"],
+    "series_with_gaps.py": ["--hours", "300"],
     "sharded_training.py": ["--rows", "300", "--iterations", "2"],
     "spatial_map.py": ["--every", "8"],
     "stream_with_augmentation.py": ["--points", "150", "--batches", "2", "--epochs", "2"],

@@ -34,6 +34,7 @@ EXAMPLES = {  # with their arguments
     "compare_solvers": ["--rows", "2000", "--seconds", "10"],
     "huge_mean": ["--rows", "8000", "--seconds", "4"],
     "molecules": ["--rows", "2000", "--data", f"{DATA}/qm7_atomization_cm.npz"],
+    "series_with_gaps": [],
     "spatial_map": [],
     "tune_on_all_rows": ["--rows", "4000", "--iterations", "8"],
 }
