@@ -19,7 +19,7 @@ Recorded: processor and wall seconds of fit and prediction, peak memory of both 
 square and mean absolute error, continuous ranked probability score, negative log density, coverage of 95% intervals.
 The loss of each method's hyperparameters is by sketchgp's probes, the same for all, that no fit has seen.
 
-    python benchmarks/maps.py --data DIRECTORY              # an hour and a half on one core; each task resumes
+    python benchmarks/maps.py --data DIRECTORY              # an hour on one core; each task resumes
     python benchmarks/maps.py --data DIRECTORY --only argo  # three minutes
     python benchmarks/maps.py --data DIRECTORY --quick      # 1,500 rows
     python benchmarks/maps.py --report                      # tables and maps again, nothing measured
