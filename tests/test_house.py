@@ -12,8 +12,8 @@ from pathlib import Path
 from test_floors import SOURCE, imports
 
 LIMITS = {
-    "lines of code": 22_995,
-    "files": 195,
+    "lines of code": 23_052,
+    "files": 196,
     "subclasses of LinearOperator": 6,
     "context variables": 8,
     "private names of others": 45,

@@ -522,3 +522,52 @@ def test_never_makes_a_test_by_train_matrix(monkeypatch: pytest.MonkeyPatch, var
     assert found.mean.shape == (400,)
     assert largest.entries < 180 * 400 / 3
     assert largest.entries < 180 * 180
+
+
+@pytest.mark.parametrize("points", [0, 800])  # that are factorized
+@pytest.mark.parametrize(("mean", "missing"), [("constant", False), ("linear", False), ("linear", True)])
+def test_trends_are_as_uncertain_as_in_universal_kriging(mean: str, missing: bool, points: int) -> None:
+    x, y, test = data(d=2, m=40, dtype=torch.float64)
+    y = y + 3 * x[:, 0]
+    if missing:
+        y[::5] = math.nan
+    prior = gpytorch.means.LinearMean(2) if mean == "linear" else gpytorch.means.ConstantMean()
+    model = Plain(
+        x, y, gpytorch.likelihoods.GaussianLikelihood(), kernels.ScaleKernel(kernels.MaternKernel(1.5)), prior
+    )
+    sketchgp.accelerate(model.double())
+    seen = ~torch.isnan(y)
+    given, far = x[seen], torch.cat([test, 3 * test])
+    ones = torch.ones(len(given) + len(far), 1, dtype=torch.float64)
+    both = torch.cat([given, far])
+    design = ones if mean == "constant" else torch.cat([both, ones], dim=1)
+    with torch.no_grad():
+        full = model.covar_module(both).to_dense()
+        noisy = full[: len(given), : len(given)] + model.likelihood.noise * torch.eye(len(given)).double()
+        cross = full[: len(given), len(given) :]
+        h, q = (
+            design[: len(given)],
+            design[len(given) :].mT - design[: len(given)].mT @ torch.linalg.solve(noisy, cross),
+        )
+        added = (q * torch.linalg.solve(h.mT @ torch.linalg.solve(noisy, h), q)).sum(dim=0)
+    with gpytorch.settings.observation_nan_policy("mask"), gpytorch.settings.max_cholesky_size(points):
+        known = sketchgp.predict(model, far, variance="exact", progress=False)
+        found = sketchgp.predict(model, far, variance="exact", progress=False, trend=True, batch_size=33)
+    assert known.variance is not None and found.variance is not None
+    assert relative(found.variance - known.variance, added) < 1e-3
+    assert relative(found.mean, known.mean) < 1e-9 and found.variance_error_bound is None
+    assert found.observation_variance is not None
+    torch.testing.assert_close(
+        found.observation_variance - found.variance, torch.full_like(added, model.likelihood.noise.item())
+    )
+
+
+def test_trends_that_are_none_are_refused() -> None:
+    model, test = build("scale-rbf-ard")
+    model.mean_module = gpytorch.means.ZeroMean()
+    for options in ({}, {"variance": None}):
+        with pytest.raises(sketchgp.InputError, match="trend=True expects"):
+            sketchgp.predict(model, test, trend=True, **options)
+    model.mean_module = gpytorch.means.ConstantMean(constant_prior=gpytorch.priors.NormalPrior(0, 1)).double()
+    with pytest.raises(sketchgp.InputError, match="neither prior nor constraint"):
+        sketchgp.predict(model, test, trend=True)

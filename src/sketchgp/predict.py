@@ -9,6 +9,8 @@ from gpytorch.models import ExactGP
 from .accelerate import acceleration_of
 from .cards import shows_progress
 from .checks import count, flag, word
+from .errors import InputError
+from .models.accelerated.mixins import is_accelerated
 from .models.prediction import Prediction
 from .settings import VARIANCES, Variance
 
@@ -21,6 +23,7 @@ def predict(
     variance: Variance | None = "auto",
     batch_size: int | None = None,
     progress: bool | None = None,
+    trend: bool = False,
 ) -> Prediction:
     """Posterior mean and variance of an accelerated model at many test points.
 
@@ -39,8 +42,10 @@ def predict(
         errors say; ``"auto"`` is what the model was told, compared once; None gives the mean alone.
     :param batch_size: test points at once (default 8192 for the mean and 256 for exact variances).
     :param progress: show a progress bar (default: in a terminal or notebook).
-    :raises InputError: for a model that is not accelerated or has no data, wrong shapes, NaN, or a low-rank variance
-        or samples asked of any model but one with one plain kernel and no batch.
+    :param trend: add to variances what the coefficients of a constant or linear mean are uncertain by, as universal
+        kriging does: of an accelerated model with one plain kernel.  Else they count as known.
+    :raises InputError: for a model that is not accelerated or has no data, wrong shapes, NaN, a low-rank variance or
+        samples or a trend asked of any model but one with one plain kernel and no batch, or a trend without variances.
 
     Transforms of BoTorch's models: inputs are transformed, and outcomes back, by those of the model.  Where outcomes
     are shifted and scaled (``Standardize``) error bounds are, too; after a ``Log`` mean and variance are those of the
@@ -54,4 +59,9 @@ def predict(
     word("predict", "variance", variance, VARIANCES, optional=True)
     batch_size = count("predict", "batch_size", batch_size, optional=True)
     flag("predict", "progress", progress, optional=True)
-    return model._predicted(x, variance, batch_size, shows_progress(progress))
+    asked = (x, variance, batch_size, shows_progress(progress))
+    if not flag("predict", "trend", trend):
+        return model._predicted(*asked)
+    if variance is None or not is_accelerated(model):
+        raise InputError("predict: trend=True expects an accelerated model, and variances; got none of them.")
+    return model._predicted(*asked, trend)

@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gpytorch.means import ConstantMean, LinearMean
 from torch import Tensor
 
 from ..density import LogDensity
+from ..models.accelerated.trend import coefficients
 
 _MOST = 100  # coefficients: each takes a column of every solve
 _ROWS = 4  # rows for each coefficient, at least
@@ -90,10 +90,7 @@ def trend_of(objective: Any) -> Trend | None:
     They are free parameters of constant and linear means, at most a hundred, in which the prior mean is linear.
     Nothing else may depend on them, such as a prior, and the prior mean on no other parameter.
     """
-    free = {id(p) for p in objective.parameters}
-    means = [m for m in objective.model.modules() if isinstance(m, ConstantMean | LinearMean)]
-    means = [m for m in means if not any(True for _ in (*m.named_priors(), *m.named_constraints()))]
-    parameters = [p for m in means for p in m.parameters(recurse=False) if id(p) in free]
+    parameters = coefficients(objective.model)
     count = sum(p.numel() for p in parameters)
     several = objective.acceleration is not None and objective.model.train_targets.dim() != 1
     if not 0 < count <= _MOST or several:

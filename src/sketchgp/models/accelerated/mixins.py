@@ -156,9 +156,11 @@ class AcceleratedModel(_Accelerated):
         setattr(prior.lazy_covariance_matrix, ATTRIBUTE, acceleration)
         return prior
 
-    def _predicted(self, x: Any, variance: str | None, batch_size: int | None, show: bool) -> Prediction:
+    def _predicted(
+        self, x: Any, variance: str | None, batch_size: int | None, show: bool, trend: bool = False
+    ) -> Prediction:
         acceleration_of(self, "predict")
-        return predicted(self, x, variance, batch_size, show)
+        return predicted(self, x, variance, batch_size, show, trend)
 
 
 class AcceleratedLikelihood(_Accelerated):

@@ -18,9 +18,10 @@ from .acceleration import ATTRIBUTE
 from .conditioned import MEAN_ROWS, Conditioned
 from .posterior import calls_its_own_way, mean_at, solution_report
 from .targets import check_training_data
+from .trend import added_variance
 
 
-def predicted(model: Any, x: Any, variance: str | None, batch_size: int | None, show: bool) -> Prediction:
+def predicted(model: Any, x: Any, variance: str | None, batch_size: int | None, show: bool, trend: bool) -> Prediction:
     """Return the :class:`Prediction` of an accelerated model at x; see :func:`sketchgp.predict`."""
     check_training_data("predict", model)
     transforms, train = Transforms.of("predict", model), model.train_inputs
@@ -32,10 +33,10 @@ def predicted(model: Any, x: Any, variance: str | None, batch_size: int | None, 
         model.eval()
     with torch.no_grad():
         if transforms is None:
-            return _predicted(model, inputs, variance, batch_size, show)
+            return _predicted(model, inputs, variance, batch_size, show, trend)
         z = transforms.inputs(inputs[0])
         transforms.check(inputs[0], z, variance is not None)
-        return transforms.in_units(_predicted(model, [z], variance, batch_size, show), inputs[0], z)
+        return transforms.in_units(_predicted(model, [z], variance, batch_size, show, trend), inputs[0], z)
 
 
 def _inputs_like(x: Any, train: tuple[Tensor, ...]) -> list[Tensor]:
@@ -64,7 +65,7 @@ def _like(x: Any, like: Tensor, name: str = "x") -> Tensor:
 
 
 def _predicted(
-    model: Any, inputs: list[Tensor], variance: str | None, batch_size: int | None, show: bool
+    model: Any, inputs: list[Tensor], variance: str | None, batch_size: int | None, show: bool, trend: bool
 ) -> Prediction:
     """Predict in the units that the model sees.
 
@@ -88,5 +89,9 @@ def _predicted(
     if conditioned is None or variance is None:
         return prediction
     parts = conditioned.variances(inputs, method, variance != "auto", batch_size, show)
+    if trend:
+        known = parts["variance"]
+        parts["variance"] = known + added_variance(conditioned, x, batch_size, show).to(known.dtype)
+        parts["variance_error_bound"] = None  # of the rest alone
     observed = observation_variance(model.likelihood, inputs, parts["variance"])
     return dataclasses.replace(prediction, observation_variance=observed, **parts)
