@@ -152,7 +152,7 @@ def test_refuses(name):
 
 def test_refuses_an_unknown_matmul():
     problem = FullProblem(**_arguments())
-    names = "'auto', 'dense', 'lattice', 'near_and_far', 'tiled', 'triton'"
+    names = "'auto', 'dense', 'fused', 'lattice', 'near_and_far', 'tiled', 'triton'"
     with pytest.raises(InputError, match=f"matmul expects one of {names}, got 'sparse'"):
         problem.system("sparse")
     with pytest.raises(InputError, match="matmul expects"):

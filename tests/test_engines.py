@@ -110,7 +110,7 @@ def test_a_stored_matrix_follows_its_parameters():
     [
         (
             {"engine": "sparse"},
-            "engine expects one of 'auto', 'dense', 'lattice', 'near_and_far', 'tiled', 'triton', got 'sparse'",
+            "one of 'auto', 'dense', 'fused', 'lattice', 'near_and_far', 'tiled', 'triton', got 'sparse'",
         ),
         ({"precision": "half"}, "precision expects 'float32' or 'tf32', got 'half'"),
         ({"precision": "tf32"}, "precision='tf32' needs engine='triton'; engine='auto' has 'float32' only"),

@@ -12,8 +12,8 @@ from pathlib import Path
 from test_floors import SOURCE, imports
 
 LIMITS = {
-    "lines of code": 23_052,
-    "files": 196,
+    "lines of code": 23_340,
+    "files": 198,
     "subclasses of LinearOperator": 6,
     "context variables": 8,
     "private names of others": 45,

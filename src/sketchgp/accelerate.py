@@ -42,7 +42,7 @@ def accelerate(
     model: Model,
     preconditioner: Preconditioner | Literal["auto"] | None = "auto",
     solver: Solver[FullProblem] | Literal["auto"] = "auto",
-    matmul: Literal["auto", "dense", "lattice", "near_and_far", "tiled", "triton", "gpytorch"] = "auto",
+    matmul: Literal["auto", "dense", "fused", "lattice", "near_and_far", "tiled", "triton", "gpytorch"] = "auto",
     matmul_precision: Literal["float32", "tf32"] = "float32",
     variance: Variance = "auto",
     variance_samples: int = 128,
@@ -70,11 +70,12 @@ def accelerate(
         likelihood); but :func:`fit` has the gradients of the marginal likelihood from samples that ASkotch, Skotch,
         EigenPro 2 or your own solves for, with no factor of a preconditioner.
     :param matmul: how the kernel matrix is multiplied, in training and prediction.  ``"dense"`` stores it for each
-        solve; ``"tiled"`` never does, nor does ``"triton"``, by fused kernels on CUDA, nor ``"lattice"``, by fast
-        Fourier transforms for inputs on a regular lattice, with gaps, and by tiles for others; nor ``"near_and_far"``,
-        by non-uniform transforms for one to three features, to a tolerance; ``"auto"`` takes these two where they are
-        faster (of float64 inputs ``"lattice"`` alone), else stores the matrix where it fits the memory budget, else
-        takes the fastest that applies; ``"gpytorch"`` leaves the products to GPyTorch.
+        solve; ``"tiled"`` never does, nor does ``"fused"``, in one pass on CPUs (float32, with numba), nor
+        ``"triton"``, by fused kernels on CUDA, nor ``"lattice"``, by fast Fourier transforms for inputs on a regular
+        lattice, with gaps, and by tiles for others; nor ``"near_and_far"``, by non-uniform transforms for one to three
+        features, to a tolerance; ``"auto"`` takes the last two where they
+        are faster (of float64 inputs ``"lattice"`` alone), else ``"fused"`` where that is, else stores the matrix where
+        it fits the memory budget, else takes the fastest that applies; ``"gpytorch"`` leaves the products to GPyTorch.
         (An elementwise product of two covariances made in ``forward`` is stored wherever it fits.)
     :param matmul_precision: of the products with ``matmul="triton"``: ``"float32"`` or ``"tf32"``.
         Whatever it is, residuals are checked in float64 arithmetic.
@@ -214,7 +215,7 @@ class ExactGP(_ExactGP):
         likelihood: Any,
         solver: Solver[FullProblem] | Literal["auto"] = "auto",
         preconditioner: Preconditioner | Literal["auto"] | None = "auto",
-        matmul: Literal["auto", "dense", "lattice", "near_and_far", "tiled", "triton", "gpytorch"] = "auto",
+        matmul: Literal["auto", "dense", "fused", "lattice", "near_and_far", "tiled", "triton", "gpytorch"] = "auto",
         matmul_precision: Literal["float32", "tf32"] = "float32",
         variance: Variance = "auto",
         variance_samples: int = 128,

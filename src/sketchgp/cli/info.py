@@ -15,7 +15,7 @@ from ..operators.engines import NAMED
 
 _PACKAGES = (
     *("torch", "gpytorch", "linear_operator", "numpy", "scipy", "tqdm"),
-    *("matplotlib", "botorch", "finufft", "pykeops", "triton", "scikit-learn", "pyarrow", "pandas"),
+    *("matplotlib", "botorch", "finufft", "pykeops", "triton", "numba", "scikit-learn", "pyarrow", "pandas"),
 )
 _VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "ATEN_CPU_CAPABILITY"),

@@ -39,12 +39,12 @@ class Pairs:
     :param names: the names of ``parameters`` in ``kernel.named_parameters()``.
     :param engine: how products are computed (:mod:`sketchgp.operators.engines`).  ``"dense"`` stores the matrix at the
         first product, until torch knows of a change in inputs or parameters (memory shared with numpy is not seen).
-        ``"tiled"`` computes it by tiles, ``"triton"`` by fused kernels, ``"lattice"`` by fast Fourier transforms,
-        ``"near_and_far"`` by non-uniform ones.
+        ``"tiled"`` computes it by tiles, ``"fused"`` in one pass on CPUs, ``"triton"`` by fused kernels on CUDA,
+        ``"lattice"`` by fast Fourier transforms, ``"near_and_far"`` by non-uniform ones.
         ``"auto"`` takes ``"lattice"`` where the points lie on one and that is faster, and ``"near_and_far"`` where that
-        is faster and float32 is the dtype.  Else it stores the matrix where
-        x1 is x2 and it fits the memory budget (``settings.memory_budget``), and otherwise takes ``"triton"`` on CUDA
-        and ``"tiled"`` where that does not apply.
+        is faster and float32 is the dtype, else ``"fused"`` where numba is installed and that is.  Else it stores the
+        matrix where x1 is x2 and it fits the memory budget (``settings.memory_budget``), and otherwise takes
+        ``"triton"`` on CUDA and ``"tiled"`` where that does not apply.
     :param same: whether x1 and x2 hold the same points.
     :param precision: precision of distances on tensor cores: ``"float32"``, or ``"tf32"`` with ``engine="triton"``.
     :param centre: origin of the inputs; None for the median of x2, which in a model are the training points.

@@ -18,7 +18,7 @@ from ..distributed import Shards
 from ..errors import NumericalError
 from ..fingerprint import module_mark, tensor_key
 from ..row_sources import RowSource
-from .engines import DENSE, TILED, choose
+from .engines import DENSE, FUSED, TILED, choose
 from .engines.base import Gradients, folds
 from .engines.self_check import trusted
 from .generic_tiles import BatchElement, Index, pick, real
@@ -67,12 +67,13 @@ def derivative(pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
 
     :param left: ``(*b, n, t)``; :param right: ``(*b, m, t)``.
     """
-    engine, shards = choose(pairs), pairs.ranks()
+    chosen, shards = choose(pairs), pairs.ranks()
+    engine = TILED if chosen in (DENSE, FUSED) else chosen  # their derivatives go by tiles
     if shards is None or (pairs.coincident is not None and not pairs.same):
         return trusted(engine, pairs, left.shape[-1], gradient=True).derivative(pairs, left, right)
     _compare(pairs, shards)
     n = pairs.shape[-2]
-    if engine is TILED or engine is DENSE:
+    if engine is TILED:
         within = _half(pairs, shards) if folds(pairs) else shards.span(n)
         return summed(shards, TILED.derivative(pairs, left, right, within))
     span = shards.span(n)

@@ -93,7 +93,9 @@ class FullProblem:
         check_plain("FullProblem", self.kernel, self.x, "x")
         self.noise_vector = variances("FullProblem", "noise", self.noise, self.x)
 
-    def system(self, matmul: Literal["auto", "dense", "lattice", "near_and_far", "tiled", "triton"] = "auto") -> System:
+    def system(
+        self, matmul: Literal["auto", "dense", "fused", "lattice", "near_and_far", "tiled", "triton"] = "auto"
+    ) -> System:
         """The linear system, with the kernel matrix as an operator."""
         word("FullProblem.system", "matmul", matmul, ENGINES)
         return System(KernelMatrix.of(self.kernel, self.x, engine=matmul), self.noise_vector)

@@ -15,13 +15,16 @@ from ...settings import SHARE, memory_budget
 from ..expression import recognise
 from ..pairs import Pairs
 from .base import Engine
+from .fused import Fused
 from .lattice import Lattice
 from .near_and_far import NearAndFar
 from .tiled import Dense, Tiled
 from .triton import Triton
 
-DENSE, LATTICE, NEAR_AND_FAR, TILED, TRITON = Dense(), Lattice(), NearAndFar(), Tiled(), Triton()
-NAMED: dict[str, Engine] = {engine.name: engine for engine in (DENSE, LATTICE, NEAR_AND_FAR, TILED, TRITON)}
+DENSE, FUSED, LATTICE, NEAR_AND_FAR = Dense(), Fused(), Lattice(), NearAndFar()
+TILED, TRITON = Tiled(), Triton()
+_ALL = (DENSE, FUSED, LATTICE, NEAR_AND_FAR, TILED, TRITON)
+NAMED: dict[str, Engine] = {engine.name: engine for engine in _ALL}
 FAST = (LATTICE, NEAR_AND_FAR)  # their products take far fewer than n^2 operations
 ENGINES = ("auto", *NAMED)
 PRECISIONS = tuple(dict.fromkeys(name for engine in NAMED.values() for name in engine.precisions))
@@ -84,16 +87,19 @@ def choose(pairs: Pairs, columns: int = 1) -> Engine:
     square = pairs.same  # a rectangular block is used once: storing it would gain nothing
     fits = square and DENSE.fits(pairs)
     fused = None if fits or pairs.device.type != "cuda" else TRITON.missing(pairs)
-    return NAMED[automatic(pairs.device.type, square, fits, fused)[0]]
+    return NAMED[automatic(pairs.device.type, square, fits, fused, FUSED.serves(pairs, columns, fits))[0]]
 
 
-def automatic(device: str, square: bool, fits: bool, fused: str | None) -> tuple[str, str]:
+def automatic(device: str, square: bool, fits: bool, fused: str | None, one_pass: bool) -> tuple[str, str]:
     """Return the name of the engine of ``matmul="auto"``, and the reason.
 
     :param square: whether x1 and x2 are the same points.
     :param fits: whether the matrix is stored already, or fits the memory budget.
     :param fused: why the fused kernel cannot take it, as half a sentence; None where it can.
+    :param one_pass: whether the engine ``"fused"`` can take it and is faster than others.
     """
+    if one_pass:
+        return "fused", f"one pass in registers takes less time than {'reading a stored matrix' if fits else 'tiles'}"
     if square and fits:
         return "dense", "the matrix fits the memory budget: it is stored at the first product and read from then on"
     kept = "is too large to be stored" if square else "of two sets of points is used once and not stored"
@@ -153,8 +159,7 @@ def preview_engine(
     Triton counts as installed, as in PyTorch's CUDA builds.  Nothing is computed or timed.
 
     :param kernel: a GPyTorch kernel.
-    :param n: rows of x; :param d: features; :param columns: of what the matrix is multiplied by, which the choice
-        does not depend on.
+    :param n: rows of x; :param d: features; :param columns: of what the matrix is multiplied by.
     :param dtype: of x.
     :param device: ``"cuda"`` or ``"cpu"``.
     :param memory: bytes that are free there; None for what is free now.
@@ -172,10 +177,14 @@ def preview_engine(
     free = int(number("preview_engine", "memory", memory, least=1, finite=True)) if given else available_memory(device)
     budget = free // SHARE if given else memory_budget.value(device)
     size = n * n * (4 if dtype.itemsize < 4 else dtype.itemsize)
-    fused = TRITON.unsuited(kernel, recognise(kernel) is not None, dtype)
+    expression = recognise(kernel)
+    fused = TRITON.unsuited(kernel, expression is not None, dtype)
     if fused is None and there:
         fused = TRITON.absent(torch.device(device), dtype)
-    engine, reason = automatic(device, square, size <= budget, fused)
+    fits = size <= budget
+    pays = FUSED.pays(expression, (n, n), d, columns, fits and square)
+    one_pass = pays and FUSED.absent(torch.device(device), dtype) is None
+    engine, reason = automatic(device, square, fits, fused, one_pass)
     words = f"{str(dtype).removeprefix('torch.')} on {device} with {in_words(free)} free{' (as given)' * given}"
     return EnginePreview(
         engine=engine,
@@ -183,6 +192,6 @@ def preview_engine(
         matrix_bytes=size,
         budget=budget,
         vector_bytes=n * (d * (1 if square else 2) + 2 * columns) * dtype.itemsize,
-        checked=engine == "triton",
+        checked=engine in ("fused", "triton"),
         problem=f"{type(kernel).__name__}, {n:,} points, {d} features, {columns} columns, {words}",
     )

@@ -46,6 +46,7 @@ from ...settings import memory_budget
 from ..pairs import Pairs
 from ..tiles import spans
 from .base import Engine, Gradients, Live
+from .fused import Fused
 
 _NU = {"gauss": math.inf, "matern12": 0.5, "matern32": 1.5, "matern52": 2.5}
 _TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}  # of k(0), that an entry may be off
@@ -63,6 +64,7 @@ _NEAR, _POINT, _MODE = 0.6, (25, 70, 250), (20, 45, 80)
 _MADE, _REST, _ENTRY = (80, 400), 1e8, 0.3
 _USES = 20  # products of a square matrix; others are multiplied once
 _ABSENT = "the package finufft is missing (pip install 'sketchgp[maps]')"
+_FUSED, _SHARE = Fused(), 0.3  # of the time of tiles, that the engine "fused" takes where it is the faster one
 _COLUMNS = 10  # of a product by tiles, that take as long as evaluating the entries
 
 
@@ -368,9 +370,10 @@ class NearAndFar(Engine):
         return reason
 
     def serves(self, pairs: Pairs, columns: int = 1) -> bool:
-        """Return whether products with so many columns take less time than by tiles, and are as accurate."""
+        """Return whether products with so many columns take less time than in the other ways, and are as accurate."""
         uses = _USES if pairs.same else 1
         entries = math.prod(pairs.shape) * (_ENTRY if pairs.same else 2 * _ENTRY) * (1 + columns / _COLUMNS)
+        entries *= _SHARE if _FUSED.serves(pairs, columns) else 1.0
         if pairs.compute_dtype != torch.float32 or entries * uses < _REST or self.unsuited(pairs):
             return False
         missing = self.missing(pairs)

@@ -113,7 +113,7 @@ def _shape(pairs: Pairs, gradient: bool = False, within: slice | None = None) ->
     return height, width
 
 
-def _pieces(pairs: Pairs, shape: Shape, half: bool, within: slice | None, gradient: bool = False) -> Iterator[Piece]:
+def cut(pairs: Pairs, shape: Shape, half: bool, within: slice | None = None, gradient: bool = False) -> Iterator[Piece]:
     """Return the tiles that matter, in the format of :func:`pieces`; :param gradient: for derivatives."""
     if pairs.layout is None:
         return pieces(pairs.shape[-2], pairs.shape[-1], shape, half, within)
@@ -193,7 +193,7 @@ def _tiles_of(pairs: Pairs, shape: Shape, x1: Tensor, x2: Tensor, rows: slice, c
 @torch.no_grad()
 def _product(pairs: Pairs, rhs: Tensor, shape: Shape, half: bool, within: slice | None = None) -> Tensor:
     sums, scale = TileSums(pairs.flat_batch, pairs.shape[-2], rhs), None
-    for (rows, columns, mirror), tile, lacking in _tiles(pairs, shape, _pieces(pairs, shape, half, within)):
+    for (rows, columns, mirror), tile, lacking in _tiles(pairs, shape, cut(pairs, shape, half, within)):
         scale = lacking
         if tile.dim() != rhs.dim():  # a generic kernel keeps its batch dimensions
             tile = tile.expand(*pairs.shape[:-2], *tile.shape[-2:]).reshape(*pairs.flat_batch, *tile.shape[-2:])
@@ -238,7 +238,7 @@ def _gradient(
         adder = GenericTiles(pairs.evaluator(live.tensors[2:]), live.tensors, far_rows(pairs))
     entries = pairs.flat_batch.numel() * shape[0] * shape[1]
     buffer = torch.empty(entries, dtype=pairs.compute_dtype, device=pairs.device)
-    for rows, columns, mirror in _pieces(pairs, shape, half, within, gradient=True):
+    for rows, columns, mirror in cut(pairs, shape, half, within, gradient=True):
         size = torch.Size((*pairs.flat_batch, rows.stop - rows.start, columns.stop - columns.start))
         block = weights(rows, columns, buffer[: size.numel()].view(size))
         if mirror:

@@ -71,7 +71,7 @@ class BlockSolver(FullSolver):
     def solve(
         self,
         problem: FullProblem,
-        matmul: Literal["auto", "dense", "lattice", "near_and_far", "tiled", "triton"] = "auto",
+        matmul: Literal["auto", "dense", "fused", "lattice", "near_and_far", "tiled", "triton"] = "auto",
         initial: Tensor | None = None,
         callback: Callable[[Progress], Any] | None = None,
         held_out: tuple[Tensor, Tensor] | None = None,
@@ -79,7 +79,8 @@ class BlockSolver(FullSolver):
     ) -> Solution:
         """Solve a :class:`FullProblem`.
 
-        :param matmul: ``"auto"``, ``"dense"``, ``"lattice"``, ``"near_and_far"``, ``"tiled"`` or ``"triton"``.
+        :param matmul: ``"auto"``, ``"dense"``, ``"fused"``, ``"lattice"``, ``"near_and_far"``, ``"tiled"`` or
+            ``"triton"``.
         :param initial: starting point in y's shape; costs one product with K.
         :param callback: called with a :class:`Progress` after every pass, or 50,000 rows where that is less;
             returning True ends the solve.

@@ -81,7 +81,7 @@ class ConjugateGradients(FullSolver):
         self,
         problem: FullProblem,
         preconditioner: Preconditioner | Literal["auto"] | None = "auto",
-        matmul: Literal["auto", "dense", "lattice", "near_and_far", "tiled", "triton"] = "auto",
+        matmul: Literal["auto", "dense", "fused", "lattice", "near_and_far", "tiled", "triton"] = "auto",
         initial: Tensor | None = None,
         callback: Callable[[Progress], Any] | None = None,
         held_out: tuple[Tensor, Tensor] | None = None,
@@ -90,7 +90,8 @@ class ConjugateGradients(FullSolver):
         """Solve a :class:`FullProblem`.
 
         :param preconditioner: a choice object, None, or ``"auto"`` as in :func:`sketchgp.accelerate`.
-        :param matmul: ``"auto"``, ``"dense"``, ``"lattice"``, ``"near_and_far"``, ``"tiled"`` or ``"triton"``.
+        :param matmul: ``"auto"``, ``"dense"``, ``"fused"``, ``"lattice"``, ``"near_and_far"``, ``"tiled"`` or
+            ``"triton"``.
         :param initial: starting point in y's shape.
         :param callback: called with a :class:`Progress` once an iteration, whose residual is that of the recurrence;
             returning True ends the solve.

@@ -1,0 +1,182 @@
+"""The engine ``"fused"``: one pass over the pairs on CPUs, that keeps nothing of the matrix, not even a tile."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+
+import numpy as np
+import torch
+from gpytorch.kernels import PeriodicKernel
+from torch import Tensor
+
+from ...expression import Atom, Expression, Features, Prepared
+from ...nearby import nearby
+from ...pairs import Pairs
+from ...profiles import RATIONAL_QUADRATIC
+from ...tiles import Piece, spans
+from ..base import Engine, Gradients
+from ..tiled import Tiled, cut
+from .source import CHUNK, Plan, compiled, unit
+
+_TILED = Tiled()
+_SHAPE = (512, 2048)  # rows and columns that a call of a compiled function takes
+_WIDEST = 8  # right-hand sides in one pass
+_MOST = 32  # features, beyond which tiles are several times as fast
+_PAYS = 12  # features and right-hand sides together, up to which it is at least 1.5 times as fast as tiles
+_CHEAP = (3, 4)  # features and right-hand sides up to which it is faster than reading a stored matrix
+_LARGE = 2**27  # pairs from which on some tens of products pay for the compilation
+
+
+class Fused(Engine):
+    """Products in one pass over the pairs, in registers; memory O((n + m)(p + t)).  Derivatives go by tiles.
+
+    Distances are sums of squared differences, so that far rows lose nothing.  Where x1 is x2, each pair is evaluated
+    once and used twice.  Sums are in float32 for some hundred pairs, and in float64 beyond.  Up to eight right-hand
+    sides take one pass.  The functions are compiled by numba, 0.5 to 3 s for each kind: kernel, number of features,
+    class of right-hand sides.
+    """
+
+    name = "fused"
+
+    def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if not _importable():
+            return "numba is not installed (python -m pip install 'sketchgp[fast]')"
+        if device.type != "cpu":
+            return f"it runs on CPUs, and the inputs are on {device}"
+        return f"it computes in float32, and the inputs are {dtype}" if dtype == torch.float64 else None
+
+    def missing(self, pairs: Pairs) -> str | None:
+        if pairs.expression is None:
+            return f"{type(pairs.kernel).__name__} is none of the kernels, nor a sum or product of them, that it knows"
+        features = features_of(pairs.expression, pairs.x1.shape[-1])
+        if features > _MOST:
+            return f"it takes up to {_MOST} features, and the kernel has {features}"
+        return self.absent(pairs.device, pairs.dtype)
+
+    def serves(self, pairs: Pairs, columns: int = 1, stored: bool = False) -> bool:
+        """Return whether products can be made and are faster, as in :meth:`pays`."""
+        pays = self.pays(pairs.expression, pairs.shape, pairs.x1.shape[-1], columns, stored)
+        return pays and self.missing(pairs) is None
+
+    def pays(self, expression: Expression | None, shape: Sequence[int], d: int, columns: int, stored: bool) -> bool:
+        """Return whether products take less time than those of other engines, by their measured costs.
+
+        :param shape: of the matrix; :param d: columns of its inputs; :param columns: right-hand sides.
+        :param stored: whether the other way is to read a stored matrix.
+        """
+        if expression is None or math.prod(shape) < _LARGE or shape[-1] < CHUNK:
+            return False
+        features = features_of(expression, d)
+        if stored and (features > _CHEAP[0] or columns > _CHEAP[1] or expression.terms != ((0,),)):
+            return False
+        logarithm = any(atom.profile is RATIONAL_QUADRATIC for atom in expression.atoms)
+        return features + columns <= _PAYS and not (stored and logarithm)
+
+    def resolution(self, pairs: Pairs) -> float:
+        return torch.finfo(torch.float32).eps
+
+    @torch.no_grad()
+    def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
+        near = nearby(pairs)
+        if near is not None:
+            return near.back(self.product(near.pairs, rhs.index_select(-2, near.right)))
+        if not pairs.flat_batch:
+            return _product(pairs, pairs.prepared(), rhs)
+        result = rhs.new_empty(*pairs.flat_batch, pairs.shape[-2], rhs.shape[-1])
+        for b, out in enumerate(result):
+            out.copy_(_product(pairs, _item(pairs.prepared(), b), rhs[b]))
+        return result
+
+    def derivative(self, pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
+        return _TILED.derivative(pairs, left, right)
+
+
+def features_of(expression: Expression, d: int) -> int:
+    """Return how many features the distances of a kernel are made of.
+
+    :param d: columns of the inputs.
+    """
+    leaves = [leaf for atom in expression.atoms for leaf in atom.leaves]
+    sizes = (d if dims is None else len(dims) for _, dims in leaves)
+    return sum(size * (1 + (type(leaf.kernel) is PeriodicKernel)) for leaf, size in zip(leaves, sizes, strict=True))
+
+
+@lru_cache(maxsize=1)
+def _importable() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+def _item(prepared: Prepared, b: int) -> Prepared:
+    """Return features and coefficients of one matrix of a batch."""
+    return prepared.converted(lambda x: x[b])
+
+
+def _product(pairs: Pairs, prepared: Prepared, rhs: Tensor) -> Tensor:
+    """``K rhs`` ``(n, t)`` of one matrix, for rhs ``(m, t)``."""
+    assert pairs.expression is not None
+    atoms, terms = pairs.expression.atoms, pairs.expression.terms
+    both = list(zip(atoms, prepared.features, strict=True))
+    right = _joined([f.once("fused", partial(_packed, f.right, a, f)) for a, f in both], pairs.shape[-1])
+    left = right
+    if not pairs.same:
+        left = _joined([_packed(f.left, a, f) for a, f in both], pairs.shape[-2])
+    alphas = [0.0 if f.alpha is None else float(f.alpha) for f in prepared.features]
+    numbers = np.array([*prepared.coefficients.tolist(), *alphas], dtype=np.float32)
+    sizes = tuple((atom.profile.name, f.right.shape[-1]) for atom, f in both)
+    pieces = list(cut(pairs, _SHAPE, pairs.same))
+    result = rhs.new_empty(pairs.shape[-2], rhs.shape[-1])
+    for some in spans(rhs.shape[-1], _WIDEST):
+        v = rhs[:, some].mT
+        width = 1 << (len(v) - 1).bit_length()  # so that few functions are compiled
+        vectors = torch.nn.functional.pad(v, (0, 0, 0, width - len(v))).contiguous().numpy()
+        plan = Plan(sizes, terms, width, pairs.same)
+        sums = _summed(plan, (left, right, vectors, vectors), numbers, pieces)[: len(v)]
+        result[:, some] = torch.from_numpy(sums).mT * (prepared.coefficients[0] if len(terms) == 1 else 1.0)
+    return result
+
+
+def _packed(x: Tensor, atom: Atom, features: Features) -> Tensor:
+    """Return features ``(n, p)`` in the units of the compiled functions, ``(p, n)``."""
+    factor = unit(atom.profile) * (1.0 if features.alpha is None else float(features.alpha) ** -0.5)
+    return (x * factor).mT.contiguous()
+
+
+def _joined(parts: list[Tensor], rows: int) -> np.ndarray:
+    return (torch.cat(parts) if parts else torch.empty(0, rows)).numpy()
+
+
+def _summed(plan: Plan, arrays: tuple[np.ndarray, ...], numbers: np.ndarray, pieces: list[Piece]) -> np.ndarray:
+    """Return the products ``(t, n)`` in float64, by as many threads as torch has.
+
+    Each has sums of its own, and the same pieces each time, so that the same call gives the same result.
+    """
+    function, stop = compiled(plan), threading.Event()
+    pieces = sorted(pieces, key=_entries, reverse=True)
+    threads = max(1, min(torch.get_num_threads(), len(pieces)))
+
+    def work(number: int) -> np.ndarray:
+        out = np.zeros((plan.width, arrays[0].shape[1]))
+        back = out if plan.both else np.zeros((1, 1))
+        buffer = np.empty(plan.buffer, dtype=np.float32)
+        for rows, columns, mirror in pieces[number::threads]:
+            if stop.is_set():
+                break
+            place = (rows.start, rows.stop, columns.start, columns.stop)
+            function(*arrays, out, back, numbers, *place, float(mirror), buffer)
+        return out
+
+    with ThreadPoolExecutor(max(1, threads - 1)) as pool:
+        others = [pool.submit(work, number) for number in range(1, threads)]
+        try:
+            return sum((other.result() for other in others), work(0))
+        finally:
+            stop.set()  # where this thread was interrupted, the others end as well
+
+
+def _entries(piece: Piece) -> int:
+    return (piece[0].stop - piece[0].start) * (piece[1].stop - piece[1].start)
