@@ -1,0 +1,121 @@
+"""Products by the engine ``"fused"`` and by tiles, which take turns, on one thread of a CPU.
+
+Uniform points in a cube, float32, lengthscales of half of its diagonal over the root of three.  Pairs of points per
+processor second: rectangular matrices, and square ones, of which both engines use each pair twice.  Errors: root mean
+square of a product with one column, over what the product of absolute values is.  Compiling: the first product of a
+kind less a later one, processor seconds.
+
+    python benchmarks/fused.py            # three minutes on one core; resumes
+    python benchmarks/fused.py --quick    # a tenth of the points
+    python benchmarks/fused.py --report   # the table again, nothing measured
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, RQKernel
+
+from common import describe, number, table
+from runner import Benchmark, Group
+from sketchgp.operators import KernelMatrix
+
+KERNELS: dict[str, Any] = {
+    "rbf": RBFKernel,
+    "matern12": partial(MaternKernel, nu=0.5),
+    "matern32": partial(MaternKernel, nu=1.5),
+    "matern52": partial(MaternKernel, nu=2.5),
+    "rq": RQKernel,
+}
+FEATURES, MOST = (1, 2, 3, 8, 20), ("rbf", "matern32")  # kernels that all numbers of features are measured with
+COLUMNS, TURNS, ROWS, QUICK = (1, 4, 8), 5, 10_000, 1000
+
+
+def kernel_of(name: str, d: int) -> Kernel:
+    kernel = KERNELS[name](ard_num_dims=d).requires_grad_(False)
+    kernel.lengthscale = torch.full((1, d), 0.5 * d**0.5)
+    return kernel
+
+
+def load(name: str, d: int, rows: int) -> tuple[Kernel, torch.Tensor, torch.Tensor]:
+    stream = torch.Generator().manual_seed(0)
+    x, z = (torch.rand(rows, d, generator=stream) for _ in range(2))
+    return kernel_of(name, d), x, z
+
+
+def seconds(matrix: KernelMatrix, vectors: torch.Tensor) -> float:
+    start = time.process_time()
+    matrix @ vectors
+    return time.process_time() - start
+
+
+def perform(data: Any, task: tuple[bool, int]) -> dict[str, Any]:
+    (kernel, x, z), (square, columns) = data, task
+    engines = {name: KernelMatrix.of(kernel, x, None if square else z, engine=name) for name in ("fused", "tiled")}
+    vectors = torch.randn(len(x), columns, generator=torch.Generator().manual_seed(1))
+    first = {name: seconds(matrix, vectors) for name, matrix in engines.items()}
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(TURNS):
+        for name, matrix in engines.items():
+            times[name].append(seconds(matrix, vectors))
+    v = vectors[:, :1]
+    exact = engines["tiled"].double()
+    wanted, sizes = exact @ v.double(), exact @ v.double().abs()
+    errors = {f"{k}_error": float(((m @ v - wanted) / sizes).square().mean().sqrt()) for k, m in engines.items()}
+    result = {name: median(values) for name, values in times.items()}
+    return {**result, **errors, "compiling": first["fused"] - result["fused"]}
+
+
+def report(results: dict[str, Any]) -> str:
+    rows, pairs = [], results["problem"]["rows"] ** 2 / 1e9
+    for name, runs in results["runs"].items():
+        for task, run in runs.items():
+            speeds = [pairs / run[engine] for engine in ("fused", "tiled")]
+            errors = [f"{run[f'{engine}_error']:.1g}" for engine in ("fused", "tiled")]
+            shown = [number(one) for one in (*speeds, speeds[0] / speeds[1])]
+            rows.append([*name.split(", "), *task.split(", "), *shown, *errors, number(run["compiling"])])
+    header = ["kernel", "features", "matrix", "columns", "fused", "tiles", "ratio", "error, fused", "tiles",
+              "compiling, s"]  # fmt: skip
+    return "\n".join([
+        "# Products in one pass", "", describe(results["machine"]), "",
+        f"{number(results['problem']['rows'])} rows and columns, float32, one thread, 10^9 pairs per processor second; "
+        f"medians of {TURNS} turns. Error: root mean square, over the product of absolute values.", "",
+        table(header, rows), "",
+    ])  # fmt: skip
+
+
+def problem(options: argparse.Namespace) -> dict[str, Any]:
+    return {"rows": QUICK if options.quick else ROWS}
+
+
+def groups(options: argparse.Namespace, directory: Any, results: dict[str, Any]) -> Iterator[Group]:
+    for name in KERNELS:
+        for d in FEATURES if name in MOST else (2,):
+            tasks: list[Any] = [
+                (f"{'square' if square else 'rectangular'}, {columns}", (square, columns))
+                for square in (False, True)
+                for columns in COLUMNS
+            ]
+            yield Group(("runs", f"{name}, {d}"), tasks, partial(load, name, d, problem(options)["rows"]))
+
+
+BENCHMARK = Benchmark(
+    doc=__doc__,
+    name="fused",
+    quick="a tenth of the points",
+    problem=problem,
+    groups=groups,
+    perform=perform,
+    report=report,
+    versions=("numba",),
+    reads_data=lambda options: False,
+)
+
+if __name__ == "__main__":
+    BENCHMARK.main()
