@@ -38,14 +38,12 @@ class Trend:
 
     def __init__(self, parameters: list[Tensor], design: Tensor, residual: Tensor) -> None:
         self.parameters = parameters
-        norms = design.norm(dim=0)
-        scale = torch.where(norms > 0, norms, 1)
+        scale = torch.where((norms := design.norm(dim=0)) > 0, norms, 1)
         left, values, right = torch.linalg.svd(design.double() / scale, full_matrices=False)
         kept = values > _NARROW * torch.finfo(design.dtype).eps * values[0]
         self.basis = left[:, kept].contiguous()
         self._back = right[kept].mT / values[kept] / scale.unsqueeze(1)  # from coordinates in U to b
         self._forth = self.basis.mT @ design.double()
-        self._start = self._flat()
         self._start = self._flat() + self._back @ (self.basis.mT @ residual.double())
         self.put(torch.zeros_like(self._start[: self.basis.shape[1]]))
 
@@ -59,8 +57,7 @@ class Trend:
 
     def values(self, coordinates: Tensor) -> list[Tensor]:
         """Return the parameters, float64, whose means differ by ``U c`` from those of least squares."""
-        flat = self._start + self._back @ coordinates.to(self._start.device)
-        pieces = flat.split([p.numel() for p in self.parameters])
+        pieces = (self._start + self._back @ coordinates.to(self._start)).split([p.numel() for p in self.parameters])
         return [piece.reshape(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
 
     @torch.no_grad()
@@ -99,7 +96,8 @@ def trend_of(objective: Any) -> Trend | None:
     try:
         for p in parameters:
             p.requires_grad_(False)
-        found = _design(objective, parameters, count)
+        with torch.inference_mode(False), torch.enable_grad():  # what else the mean depends on shows as a gradient
+            found = _design(objective, parameters, count)
     finally:
         for p, required in zip(parameters, noted, strict=True):
             p.requires_grad_(required)
@@ -111,32 +109,34 @@ def _design(objective: Any, parameters: list[Tensor], count: int) -> tuple[Tenso
     """Return H ``(n, p)`` and the present residuals ``(n,)``; None where the mean is not linear, or not alone so."""
     now = torch.cat([p.detach().reshape(-1) for p in parameters])
 
-    def at(values: Tensor, targets: Tensor) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return the residuals for these parameters, and what else the loss is made of; None where they are not one."""
+    def at(values: Tensor, targets: Tensor) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
+        """Return the residuals for these parameters, and what else the loss is made of; none of a batch."""
         with torch.no_grad():
             for p, part in zip(parameters, values.split([p.numel() for p in parameters]), strict=True):
                 p.copy_(part.reshape(p.shape))
         if objective.acceleration is None:
             residual = targets - objective.model(*objective.model.train_inputs).mean
-            return residual.reshape(len(residual), -1).mean(dim=1), ()  # its outputs have one mean
+            return [(residual.reshape(len(residual), -1).mean(dim=1), ())]  # its outputs have one mean
         recorder = _Residuals()
         loss = objective.by(recorder).loss(targets)
-        if len(recorder.found) != 1 or recorder.found[0][0].dim() != 2:
-            return None
-        ((columns, rest),) = recorder.found
-        return columns.squeeze(-1), (loss.detach(), *rest)
+        one = len(recorder.found) == 1 and recorder.found[0][0].dim() == 2
+        return [(columns.squeeze(-1), (loss.detach(), *rest)) for columns, rest in recorder.found if one]
 
     targets, mixed = objective.model.train_targets, torch.linspace(-1, 2, count).to(now)
     found = at(now, targets)
-    if found is None or found[0].requires_grad or len(found[0]) < _ROWS * count:
+    if not found or found[0][0].requires_grad or len(residual := found[0][0]) < _ROWS * count:
         return None
-    units = torch.eye(count, dtype=now.dtype, device=now.device)
-    others = [at(values, targets * 0) for values in (torch.zeros_like(now), *units, mixed)]  # NaN where there is none
-    known = [other for other in others if other is not None]
-    (none, rest), tried = known[0], torch.stack([residual for residual, _ in known[1:]], dim=1)
-    design = none.unsqueeze(1) - tried[:, :-1]
-    expected = none - design @ mixed
-    allowed = _LINEAR * torch.finfo(design.dtype).eps * design.abs().sum(dim=1).clamp(min=float(none.abs().max()))
-    linear = bool(((tried[:, -1] - expected).abs() <= allowed).all())
-    alone = all(torch.equal(a, b) for _, other in known for a, b in zip(other, rest, strict=True))
-    return (design, found[0]) if linear and alone else None
+
+    def by_none(*points: Tensor) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
+        return [one for values in points for one in at(values, targets * 0)]  # NaN where there is none
+
+    known = by_none(torch.zeros_like(now), *torch.eye(count, dtype=now.dtype, device=now.device))
+    none, eps = known[0][0], torch.finfo(now.dtype).eps
+    design = torch.stack([none - other for other, _ in known[1:]], dim=1)
+    best = now + (torch.linalg.pinv(design.double(), rtol=_NARROW * eps) @ residual.double()).to(now)
+    points = torch.stack([mixed, -mixed, best])  # means that are linear in parts, as positive ones, differ at one
+    tried = by_none(*points)
+    off = torch.stack([none - other for other, _ in tried], dim=1) - design @ points.mT
+    allowed = _LINEAR * eps * (design.abs() @ points.abs().mT).clamp(min=float(none.abs().max()))
+    alone = all(torch.equal(a, b) for _, other in known + tried for a, b in zip(other, known[0][1], strict=True))
+    return (design, residual) if alone and bool((off.abs() <= allowed).all()) else None
