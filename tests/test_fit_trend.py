@@ -176,3 +176,17 @@ def test_few_rows_by_probes() -> None:
     loss, coefficients, _ = dense(Objective(model, sketchgp.ExactMarginalLogLikelihood(model.likelihood, model)))
     assert history.best_loss == pytest.approx(float(loss), abs=1e-6)
     assert constant == pytest.approx(float(coefficients), abs=1e-3)
+
+
+@pytest.mark.parametrize("density", ["exact", "probes"])
+def test_a_mean_alone_is_fitted(density: str) -> None:
+    x, y = data()
+    model = sketchgp.accelerate(Model(x, y, LinearMean(D)).double())
+    for parameter in (*model.covar_module.parameters(), *model.likelihood.parameters()):
+        parameter.requires_grad_(False)
+    history = sketchgp.fit(model, objective=density, progress=False)
+    found = torch.cat([p.detach().reshape(-1) for p in model.mean_module.parameters()])
+    model.requires_grad_(True)
+    loss, coefficients, _ = dense(Objective(model, sketchgp.ExactMarginalLogLikelihood(model.likelihood, model)))
+    assert history.best_loss == pytest.approx(float(loss), abs=1e-4)
+    assert torch.allclose(found, coefficients, atol=0.1)

@@ -63,8 +63,12 @@ class Objective:
 
     @property
     def minimised(self) -> Trend | None:
-        """The trend that the density minimises over; None where the optimiser moves it, or there is none."""
-        return self.trend if self.density is not None and self.density.regresses else None
+        """The trend that the density minimises over; None where the optimiser moves it, or there is none.
+
+        The optimiser moves it, too, where nothing else is free.
+        """
+        trend = self.trend if self.density is not None and self.density.regresses else None
+        return trend if trend is not None and len(trend.parameters) < len(self.parameters) else None
 
     @property
     def moved(self) -> list[Tensor]:

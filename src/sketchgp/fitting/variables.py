@@ -37,7 +37,8 @@ class Variables:
         own = () if objective.trend is None else objective.trend.parameters
         named = [each for each in objective.hyperparameters() if not any(each[1] is one for one in own)]
         self._trend = objective.trend if objective.minimised is None else None
-        self._names, self._parameters, self._constraints = (list(part) for part in zip(*named, strict=True))
+        self._names, self._parameters = [name for name, _, _ in named], [p for _, p, _ in named]
+        self._constraints = [constraint for _, _, constraint in named]
         self._logs = [_positive(constraint) for constraint in self._constraints]
         self._rows = [
             x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1])
