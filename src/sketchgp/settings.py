@@ -90,9 +90,9 @@ class variance(_Setting):
     matrices and draws are exact in any case.  The methods are:
 
     - ``"exact"``: a linear solve for each test point, or one factorization for all where that is cheaper and fits.
-    - ``"low_rank"``: conditioned on the 128 nearest training points and 100 inducing points, times a factor that makes
-      exact variances of 60 training points that are left out right on the average; one solve with 64 columns for any
-      number of test points.  Their scatter there is the standard error.
+    - ``"low_rank"``: conditioned on the 128 nearest training points (64 on maps) and 100 inducing points, times a
+      factor that makes exact variances of 60 training points that are left out right on the average; one solve with 64
+      columns for any number of test points.  Their scatter there is the standard error.
     - ``"samples"``: the mean square of ``variance_samples`` draws of the posterior about its mean
       (:class:`sketchgp.inference.pathwise.Deviations`), averaged with the low-rank variance by the inverse of
       their squared standard errors; one solve with as many columns more.  For kernels with random features: RBF,

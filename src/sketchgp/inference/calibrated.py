@@ -20,11 +20,12 @@ from ..operators import KernelMatrix
 from ..operators.access import Access
 from ..operators.tall import constant
 from ..preconditioners import rpcholesky
+from ..preconditioners.full_scale import features_of
 from ..random_streams import generator
 from .predictive_variance import LowRankVariance
 
 _RANK = 100
-_NEIGHBOURS = 128
+_NEIGHBOURS, _ON_MAPS = 128, 64  # the latter of many rows with up to three features
 _POINTS = 60
 _EXACT = 0.01  # relative error of the exact variances, which come from solves
 _LARGEST = 2.5  # expected largest of so many normal errors, in standard errors
@@ -60,8 +61,9 @@ class Calibrated:
             ).pivots
             assert pivots is not None
             x = self.matrix.x1
-            self.low_rank = LowRankVariance(self.matrix, noise, x[pivots], _NEIGHBOURS)
-            if n <= _NEIGHBOURS:  # variances are exact
+            near = _ON_MAPS if n > 30 * _ON_MAPS and features_of(self.matrix, 3) is not None else _NEIGHBOURS
+            self.low_rank = LowRankVariance(self.matrix, noise, x[pivots], near)
+            if n <= near:  # variances are exact
                 self.typical = self.low_rank(x).quantile(_FEW)
                 return
             others = torch.ones(n, dtype=torch.bool, device=x.device).index_fill_(0, pivots, False).nonzero().squeeze(1)

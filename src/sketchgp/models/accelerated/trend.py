@@ -51,8 +51,7 @@ def added_variance(conditioned: Conditioned, x: Tensor, batch_size: int | None, 
     def derivatives(some: Tensor) -> Tensor:
         zero = mean(torch.zeros_like(mixed), some)
         found = torch.stack([mean(one, some) - zero for one in torch.eye(len(mixed)).to(mixed)], dim=1)
-        nearly = 1e-3 * found.abs().max().item()
-        if not torch.allclose(mean(mixed, some) - zero, found @ mixed.double(), rtol=1e-3, atol=nearly):
+        if not torch.allclose(mean(mixed, some) - zero, found @ mixed.double(), 1e-3, 1e-3 * float(found.abs().max())):
             raise InputError("predict: trend=True expects a mean that is linear in its coefficients.")
         return found
 
@@ -63,8 +62,7 @@ def added_variance(conditioned: Conditioned, x: Tensor, batch_size: int | None, 
         raise NumericalError("The data do not tell the coefficients of the mean apart; leave trend=False.")
 
     def added(some: Tensor) -> Tensor:
-        matrix = training.matrix
-        cross = matrix.at(conditioned.inputs(some), matrix.x1, centre=matrix.pairs.centre)
+        cross = training.matrix.at(conditioned.inputs(some), training.matrix.x1, centre=training.matrix.pairs.centre)
         q = derivatives(some) - accurate_matmul(cross, weights)
         return torch.linalg.solve_triangular(root, q.mT, upper=False).square().sum(dim=0)
 
