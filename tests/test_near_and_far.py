@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gpytorch
@@ -164,6 +166,33 @@ def test_few_points(n: int) -> None:
         torch.testing.assert_close(
             matrix.product(torch.eye(n).double()), matrix.to_dense().detach(), rtol=0, atol=2e-10
         )
+
+
+def test_one_thread_at_a_time_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of older versions of the package hold the work of a transform, which threads would share."""
+    for constant, value in zip(("_NEAR", "_MADE"), PRICES["far"], strict=True):
+        monkeypatch.setattr(f"{FILE}.{constant}", value)
+    x = cloud(2)
+    matrix = KernelMatrix.of(kernel_of(1.5, x), x, engine="near_and_far")
+    vector, far, inside, most = torch.eye(len(x), 2).double(), NEAR_AND_FAR.parts(matrix.pairs).far, [0], [0]
+    expected = matrix.product(vector)
+    assert far is not None
+
+    class Slow:
+        def __init__(self, plan: Any) -> None:
+            self.plan = plan
+
+        def execute(self, numbers: Any) -> Any:
+            inside[0] += 1
+            time.sleep(0.01)
+            most[0] = max(most[0], inside[0])
+            inside[0] -= 1
+            return self.plan.execute(numbers)
+
+    monkeypatch.setattr(far, "plans", {key: Slow(plan) for key, plan in far.plans.items()})
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(matrix.product, [vector] * 8))
+    assert most == [1] and all(torch.equal(one, expected) for one in found)
 
 
 def test_a_model() -> None:

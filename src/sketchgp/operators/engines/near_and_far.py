@@ -36,6 +36,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.util import find_spec
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ _MADE, _REST, _ENTRY = (80, 400), 1e8, 0.3
 _USES = 20  # products of a square matrix; others are multiplied once
 _ABSENT = "the package finufft is missing (pip install 'sketchgp[maps]')"
 _FUSED, _SHARE = Fused(), 0.3  # of the time of tiles, that the engine "fused" takes where it is the faster one
+_TRANSFORM = Lock()  # before version 2.5 finufft gives wrong sums to threads that share a plan
 _COLUMNS = 10  # of a product by tiles, that take as long as evaluating the entries
 
 
@@ -113,8 +115,7 @@ class Split:
     def cutoff(self, axes: int, level: float) -> float:
         """Return a frequency such that all larger ones of the far part add up to ``level`` in so many dimensions."""
         w, exponent = torch.logspace(-4, 12, 8001, dtype=torch.float64), self.nu + axes / 2
-        kept = torch.ones_like(w)
-        density = torch.exp(-w.square() / 2)
+        kept, density = torch.ones_like(w), torch.exp(-w.square() / 2)
         if self.nu < math.inf:
             density = (1 + w.square()) ** -exponent
             kept = torch.special.gammaincc(torch.full_like(w, exponent), self.t * (1 + w.square()))
@@ -248,13 +249,13 @@ class Far:
         """Return a sum over the points of a side (``kind`` 1), or over coefficients (2)."""
         import finufft
 
-        if (kind, side) not in self.plans:
-            axes, eps = self.problem.axes, self.accuracy
-            plan = finufft.Plan(kind, tuple(self.sizes), eps=eps, isign=2 * kind - 3, nthreads=self.threads)
-            angles = (self.problem.sides[side][:, axes] - self.middle) * (2 * math.pi / self.period.lengths)
-            plan.setpts(*(np.ascontiguousarray(angle) for angle in angles.mT.numpy()))
-            self.plans[kind, side] = plan
-        return self.plans[kind, side].execute(numbers)
+        with _TRANSFORM:
+            if (kind, side) not in self.plans:
+                options = {"eps": self.accuracy, "isign": 2 * kind - 3, "nthreads": self.threads}
+                points = self.problem.sides[side][:, self.problem.axes] - self.middle
+                plan = self.plans[kind, side] = finufft.Plan(kind, tuple(self.sizes), **options)
+                plan.setpts(*(points * (2 * math.pi / self.period.lengths)).mT.contiguous().numpy())
+            return self.plans[kind, side].execute(numbers)
 
     def product(self, vectors: Tensor) -> Tensor:
         """Return the product with vectors ``(m, t)``, in float64."""
@@ -337,8 +338,7 @@ class Parts:
 def _complex(vectors: Tensor) -> Iterator[Any]:
     """Yield pairs of columns as the parts of complex numbers."""
     for some in spans(vectors.shape[1], 2):
-        columns = vectors[:, some].double()
-        columns = torch.nn.functional.pad(columns, (0, 2 - columns.shape[1])).contiguous()
+        columns = torch.nn.functional.pad(vectors[:, some].double(), (0, 2 + some.start - some.stop)).contiguous()
         yield torch.view_as_complex(columns).numpy()
 
 
