@@ -68,6 +68,14 @@ def test_float32_vectors_and_all_neighbours():
     assert found.dtype == torch.float32 and relative(found, torch.linalg.solve(matrix, rhs)) < 1e-5
 
 
+def test_samples_of_numbers_that_are_none_end():
+    operator, noise, _ = _matrices(n=40)
+    built, numbers = FullScale(rank=0, neighbors=4).build(operator, noise), normal(40, 2)
+    numbers[3, 0] = torch.nan
+    found = built.sample(torch.zeros(0, 2).double(), numbers)
+    assert bool(found[:, 0].isnan().any()) and bool(found[:, 1].isfinite().all())
+
+
 def _reference(built: FullScaleFactor, pivots: Tensor, matrix: Tensor, noise: Tensor, *normals: Tensor) -> tuple:
     """Return P and its samples, dense and differentiable."""
     n, order, near = len(noise), built.neighbors.order, built.neighbors.near

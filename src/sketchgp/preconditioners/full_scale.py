@@ -408,7 +408,7 @@ def _nilpotent(matrix: Tensor, rhs: Tensor) -> Tensor:
     ``x <- rhs + B x`` is constant after as many steps as the longest chain of neighbours has rows.
     """
     x = rhs
-    while not torch.equal(following := rhs + matrix @ x, x):
+    while not torch.allclose(following := rhs + matrix @ x, x, rtol=0, atol=0, equal_nan=True):
         x = following
     return x
 
