@@ -190,3 +190,18 @@ def test_a_mean_alone_is_fitted(density: str) -> None:
     loss, coefficients, _ = dense(Objective(model, sketchgp.ExactMarginalLogLikelihood(model.likelihood, model)))
     assert history.best_loss == pytest.approx(float(loss), abs=1e-4)
     assert torch.allclose(found, coefficients, atol=0.1)
+
+
+class Hidden(Model):
+    """A model whose mean follows the lengthscale behind autograd's back."""
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        scale = self.covar_module.base_kernel.lengthscale.detach().mean()
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x * scale), self.covar_module(x))
+
+
+def test_a_mean_that_changes_unseen_is_refused() -> None:
+    x, y = data()
+    model = sketchgp.accelerate(Hidden(x, y, LinearMean(D)).double())
+    with pytest.raises(sketchgp.InputError, match="mean changes with what is not its own"):
+        sketchgp.fit(model, progress=False)

@@ -14,6 +14,7 @@ import torch
 from gpytorch.distributions import MultitaskMultivariateNormal
 from torch import Tensor
 
+from ..errors import InputError
 from ..preconditioners import PreconditionerCache
 
 
@@ -44,6 +45,7 @@ class LogDensity:
     :ivar solutions: solutions of the latest evaluation, for solves to start from; None where there are none.
     :ivar basis: ``(n, k)`` float64, what a trend of the mean may add to it; None where nothing is minimised over.
     :ivar coordinates: ``(k,)`` of the trend with the least loss in the latest evaluation.
+    :ivar before: the residuals of the first evaluation, ``(n, t)`` float32.
     """
 
     always: ClassVar[bool] = True
@@ -54,6 +56,7 @@ class LogDensity:
     solutions: Solutions | None = None
     basis: Tensor | None = None
     coordinates: Tensor | None = None
+    before: Tensor | None = None
 
     def inv_quad_logdet(self, operator: Any, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``r^T A^-1 r`` of each column and ``log det A``, differentiable once in A and r.
@@ -68,8 +71,19 @@ class LogDensity:
         self.values, self.coordinates = (), None
 
     def with_basis(self, columns: Tensor) -> Tensor:
-        """Return residuals ``(n, t)`` with the basis beside them, for which a trend is solved."""
-        return columns if self.basis is None else torch.cat([columns, self.basis.to(columns.dtype)], dim=-1)
+        """Return residuals ``(n, t)`` with the basis beside them, for which a trend is solved.
+
+        :raises InputError: for other residuals than before: the basis may not be that of their mean then.
+        """
+        if self.basis is None:
+            return columns
+        self.before = columns.float() if self.before is None else self.before
+        if not torch.equal(self.before, columns.float()):
+            raise InputError(
+                "fit: the prior mean changes with what is not its own, by detach() for one. Fix the parameters of its "
+                "ConstantMean or LinearMean (requires_grad_(False)), or let gradients through."
+            )
+        return torch.cat([columns, self.basis.to(columns.dtype)], dim=-1)
 
     def regressed(self, forms: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return forms ``(1,)`` and solutions ``(n, 1)`` of ``r - U c`` for the c of generalised least squares.
