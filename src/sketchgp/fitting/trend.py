@@ -126,6 +126,8 @@ def _design(objective: Any, parameters: list[Tensor], count: int) -> tuple[Tenso
     found = at(now, targets)
     if not found or found[0][0].requires_grad or len(residual := found[0][0]) < _ROWS * count:
         return None
+    if not bool(torch.isfinite(residual).all()):
+        return None
 
     def by_none(*points: Tensor) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
         return [one for values in points for one in at(values, targets * 0)]  # NaN where there is none

@@ -13,7 +13,7 @@ import torch
 from gpytorch.means import ConstantMean, LinearMean
 from torch import Tensor
 
-from ...errors import InputError, NumericalError
+from ...errors import InputError
 from ...operators.access import accurate_matmul
 from ..copies import copied
 from ..prediction import in_chunks
@@ -30,9 +30,8 @@ def coefficients(model: Any) -> list[Tensor]:
 def added_variance(conditioned: Conditioned, x: Tensor, batch_size: int | None, show: bool) -> Tensor:
     """Return what the coefficients add to latent variances at x ``(m, d)``, ``(m,)`` float64.
 
-    :raises InputError: for a model without free coefficients in which its mean is linear, and for all but one plain
-        kernel without batch.
-    :raises NumericalError: where the data do not tell the coefficients apart.
+    :raises InputError: for a model without free coefficients in which its mean is linear, for data that do not tell
+        them apart, and for all but one plain kernel without batch.
     """
     twin, training, given = copied(conditioned.model), conditioned.training, conditioned.model.train_inputs[0]
     parameters = coefficients(twin)
@@ -59,7 +58,7 @@ def added_variance(conditioned: Conditioned, x: Tensor, batch_size: int | None, 
     weights = training.noisy.solve_for("columns", design).to(torch.float64)
     root, failed = torch.linalg.cholesky_ex((design.mT @ weights + weights.mT @ design) / 2)
     if int(failed):
-        raise NumericalError("The data do not tell the coefficients of the mean apart; leave trend=False.")
+        raise InputError("predict: trend=True expects data that tell the coefficients of the mean apart.")
 
     def added(some: Tensor) -> Tensor:
         cross = training.matrix.at(conditioned.inputs(some), training.matrix.x1, centre=training.matrix.pairs.centre)
