@@ -391,3 +391,23 @@ def test_gradient_of_vecchia_s_density(rank):
             assert float(gradient.view(-1)[entry]) == pytest.approx(
                 (ends[0] - ends[1]) / (2 * step), rel=1e-4, abs=1e-8
             )
+
+
+def test_a_float32_kernel_of_inner_products() -> None:
+    """Its entries are had in float32 alone, and P is in float64."""
+    x = torch.rand(60, 2, generator=torch.Generator().manual_seed(0))
+    model = Plain(
+        x,
+        torch.sin(6 * x[:, 0]),
+        GaussianLikelihood(),
+        gpytorch.kernels.LinearKernel() + ScaleKernel(MaternKernel(nu=2.5)),
+    )
+    sketchgp.accelerate(model, preconditioner=FullScale(rank=5), matmul="gpytorch")
+    with gpytorch.settings.max_cholesky_size(0):
+        found = sketchgp.predict(model, x[:3], variance="exact", progress=False)
+    with torch.no_grad():
+        wide, test = x.double(), x[:3].double()
+        kernel = model.covar_module.double()
+        noisy = kernel(wide).to_dense() + model.likelihood.noise.double() * torch.eye(60)
+        expected = kernel(test, wide).to_dense() @ torch.linalg.solve(noisy, model.train_targets.double())
+    assert torch.allclose(found.mean.double(), expected, atol=1e-3)

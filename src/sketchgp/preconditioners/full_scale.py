@@ -388,7 +388,7 @@ def regression(block: Tensor, part: Tensor, noise: Tensor, known: Tensor) -> tup
     :param block: of K, ``(b, m + 1, m + 1)``; :param part: rows of F, ``(b, m + 1, r)``.
     :param noise: ``(b, m + 1)``; :param known: which rows count.
     """
-    rest = torch.baddbmm(block, part, part.mT, alpha=-1)
+    rest = torch.baddbmm(block.to(part.dtype), part, part.mT, alpha=-1)  # of some kernels it is in float32
     rest.diagonal(dim1=1, dim2=2).add_(noise)
     if not bool(known.all()):
         rest = torch.where(known.unsqueeze(1) & known.unsqueeze(2), rest, torch.diag_embed((~known).to(rest.dtype)))
