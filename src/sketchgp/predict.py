@@ -59,9 +59,7 @@ def predict(
     word("predict", "variance", variance, VARIANCES, optional=True)
     batch_size = count("predict", "batch_size", batch_size, optional=True)
     flag("predict", "progress", progress, optional=True)
-    asked = (x, variance, batch_size, shows_progress(progress))
-    if not flag("predict", "trend", trend):
-        return model._predicted(*asked)
-    if variance is None or not is_accelerated(model):
+    if flag("predict", "trend", trend) and (variance is None or not is_accelerated(model)):
         raise InputError("predict: trend=True expects an accelerated model, and variances; got none of them.")
-    return model._predicted(*asked, trend)
+    asked = (x, variance, batch_size, shows_progress(progress))
+    return model._predicted(*asked, trend) if trend else model._predicted(*asked)

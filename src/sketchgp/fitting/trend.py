@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..density import LogDensity
-from ..models.accelerated.trend import coefficients
+from ..models.accelerated.trend import coefficients, set_coefficients
 
 _MOST = 100  # coefficients: each takes a column of every solve
 _ROWS = 4  # rows for each coefficient, at least
@@ -50,6 +50,9 @@ class Trend:
     def _flat(self) -> Tensor:
         return torch.cat([p.detach().double().reshape(-1) for p in self.parameters])
 
+    def _at(self, coordinates: Tensor) -> Tensor:
+        return self._start + self._back @ coordinates.to(self._start)
+
     @property
     def coordinates(self) -> Tensor:
         """Coordinates ``(k,)`` in U of the present means less those of least squares."""
@@ -57,15 +60,13 @@ class Trend:
 
     def values(self, coordinates: Tensor) -> list[Tensor]:
         """Return the parameters, float64, whose means differ by ``U c`` from those of least squares."""
-        pieces = (self._start + self._back @ coordinates.to(self._start)).split([p.numel() for p in self.parameters])
+        pieces = self._at(coordinates).split([p.numel() for p in self.parameters])
         return [piece.reshape(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
 
-    @torch.no_grad()
     def put(self, coordinates: Tensor) -> None:
         """Give the mean the parameters of :meth:`values`."""
         self.latest = coordinates
-        for parameter, value in zip(self.parameters, self.values(coordinates), strict=True):
-            parameter.copy_(value)
+        set_coefficients(self.parameters, self._at(coordinates))
 
 
 class _Residuals(LogDensity):
@@ -111,9 +112,7 @@ def _design(objective: Any, parameters: list[Tensor], count: int) -> tuple[Tenso
 
     def at(values: Tensor, targets: Tensor) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
         """Return the residuals for these parameters, and what else the loss is made of; none of a batch."""
-        with torch.no_grad():
-            for p, part in zip(parameters, values.split([p.numel() for p in parameters]), strict=True):
-                p.copy_(part.reshape(p.shape))
+        set_coefficients(parameters, values)
         if objective.acceleration is None:
             residual = targets - objective.model(*objective.model.train_inputs).mean
             return [(residual.reshape(len(residual), -1).mean(dim=1), ())]  # its outputs have one mean

@@ -27,6 +27,13 @@ def coefficients(model: Any) -> list[Tensor]:
     return [p for m in means for p in m.parameters(recurse=False) if p.requires_grad]
 
 
+@torch.no_grad()
+def set_coefficients(parameters: list[Tensor], values: Tensor) -> None:
+    """Give parameters the numbers of a vector ``(p,)``."""
+    for p, part in zip(parameters, values.split([p.numel() for p in parameters]), strict=True):
+        p.copy_(part.reshape(p.shape))
+
+
 def added_variance(conditioned: Conditioned, x: Tensor, batch_size: int | None, show: bool) -> Tensor:
     """Return what the coefficients add to latent variances at x ``(m, d)``, ``(m,)`` float64.
 
@@ -43,8 +50,7 @@ def added_variance(conditioned: Conditioned, x: Tensor, batch_size: int | None, 
     mixed = torch.linspace(-1, 2, sum(p.numel() for p in parameters)).to(parameters[0])
 
     def mean(values: Tensor, some: Tensor) -> Tensor:
-        for p, part in zip(parameters, values.split([p.numel() for p in parameters]), strict=True):
-            p.copy_(part.reshape(p.shape))
+        set_coefficients(parameters, values)
         return twin.prior_at(some).mean.to(torch.float64, copy=True)  # a constant may be a view of its parameter
 
     def derivatives(some: Tensor) -> Tensor:
