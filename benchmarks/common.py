@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import datetime
+import functools
+import hashlib
 import importlib
+import importlib.util
 import json
 import math
 import os
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,7 @@ from torch import Tensor
 
 DATA_VARIABLE = "SKETCHGP_DATA"
 COVERED = 1.959964  # deviations around a mean that hold 95%
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -163,6 +168,41 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def mark_of(folder: Path) -> str:
+    """Eight digits of a digest of the Python code in a folder, which comments, docstrings and layout do not change."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:] or ([] if isinstance(node, ast.Module) else [ast.Pass()])
+        digest.update(f"{path.relative_to(folder).as_posix()}\n{ast.unparse(tree)}\n".encode())
+    return digest.hexdigest()[:8]
+
+
+@functools.cache
+def sources() -> str:
+    """Version of sketchgp and mark of its code, such as ``0.3.0+1a2b3c4d``: what a result was measured of."""
+    spec = importlib.util.find_spec("sketchgp")
+    assert spec is not None and spec.origin is not None
+    version = importlib.import_module("sketchgp").__version__  # that of the code, where an older one is installed
+    return f"{version}+{mark_of(Path(spec.origin).parent)}"
+
+
+def measured_of(results: dict[str, Any]) -> set[str]:
+    """The ``sources`` of all results of a JSON; "unknown" stands for those of before there were such."""
+
+    def dated(value: Any) -> Iterator[str]:
+        if isinstance(value, dict) and "date" in value:
+            yield value.get("sources", "unknown")
+        elif isinstance(value, (dict, list)):
+            for inner in value.values() if isinstance(value, dict) else value:
+                yield from dated(inner)
+
+    found = set(dated({key: value for key, value in results.items() if key != "machine"}))
+    return found or set(dated(results.get("machine")))  # that of a file which is written as a whole
+
+
 def describe(info: dict[str, Any]) -> str:
     """The machine's record in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in info["versions"].items())
@@ -173,7 +213,7 @@ def describe(info: dict[str, Any]) -> str:
 
 
 def machine(*more: str) -> dict[str, Any]:
-    """What a reader must know to compare times: processor, cores, threads, versions, date.
+    """What a reader must know to compare times: processor, cores, threads, versions, sources, date.
 
     Args:
         more: packages whose versions matter beside those that every benchmark names.
@@ -186,6 +226,7 @@ def machine(*more: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": platform.system(),
         "versions": {name: _version(name) for name in packages},
+        "sources": sources(),
         "date": now(),
     }
 

@@ -30,6 +30,7 @@ from common import (
     publish,
     read_json,
     results_directory,
+    sources,
     write_json,
 )
 from measure import in_new_process
@@ -140,19 +141,21 @@ class Benchmark:
         with tqdm(disable=None, unit="run", desc=self.name) as bar:
             try:
                 with _stopping():
-                    for group in self.groups(options, directory, results):
-                        self._run(group, options, directory, path, results, bar)
+                    groups = self.groups(options, directory, results)
+                    measured = sum(self._run(group, options, directory, path, results, bar) for group in groups)
             except Stopped:
                 raise SystemExit(
                     f"Stopped; what was measured is in {path}, and the next run goes on from there."
                 ) from None
+        if old and not measured:
+            results["machine"] = old["machine"]  # that of the results
         write_json(path, results)
         return results
 
     def _run(
         self, group: Group, options: argparse.Namespace, directory: Path, path: Path, results: dict[str, Any], bar: Any
-    ) -> None:
-        """What is missing of a group."""
+    ) -> int:
+        """Measure what is missing of a group, and return how many results that gave."""
         beside = find(results, group.at[:-1])
         if beside is not None and group.same:
             _agree(path, {key: beside.get(key) for key in group.same}, plain(group.same))
@@ -165,8 +168,8 @@ class Benchmark:
         if todo and missing:
             tqdm.write(f"{words_of(todo[0][0])}: no {', '.join(missing)} in the data directory, left out")
         if not todo or missing:
-            return
-        loaded = group.load()
+            return 0
+        measured, loaded = 0, group.load()
         for keys, what in todo:
             before = load_average()
             run = self._alone(what, directory) if self.alone is not None else self.perform(loaded, what)
@@ -177,12 +180,14 @@ class Benchmark:
                     continue
             if beside_results := {**group.same, **group.facts, **group.about(loaded)}:
                 container(results, group.at).update(beside_results)
-            put(results, keys, {**run, "date": now(), "load_before": before})
+            put(results, keys, {**run, "date": now(), "sources": sources(), "load_before": before})
+            measured += 1
             write_json(path, results)
             if "failed" not in run:
                 tqdm.write(f"{words_of(keys)}: {self.say(run)}")
         del loaded
         gc.collect()  # before the next problem is loaded
+        return measured
 
     def _alone(self, what: Any, directory: Path) -> dict[str, Any]:
         assert self.alone is not None

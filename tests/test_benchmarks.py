@@ -14,11 +14,58 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import sketchgp
 from cases import each
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "BENCHMARK = " in path.read_text(encoding="utf-8"))
 UNMEASURED = ("device",)  # it needs a GPU; once it has results, they are looked at too
+# Results of earlier versions, to be measured again: whoever does so takes the name out; a new version puts all in.
+OLD = {
+    "ablation",
+    "acceleration",
+    "acquisition",
+    "augmentation",
+    "automatic",
+    "centers",
+    "certificates",
+    "command_line",
+    "compiled",
+    "doubly_stochastic",
+    "eigenpro",
+    "faults",
+    "few_rows",
+    "fit_units",
+    "full_scale",
+    "fused",
+    "hyperparameters",
+    "inducing",
+    "kin40k",
+    "lattice",
+    "lean",
+    "leave_one_out",
+    "maps",
+    "matvec",
+    "matvec-repeats",
+    "mll_gradient",
+    "near_and_far",
+    "noise_pivots",
+    "optimum",
+    "paired",
+    "paired_large",
+    "projection",
+    "properties",
+    "scaling",
+    "shares",
+    "sketchysaga",
+    "sketchysaga_rho",
+    "taxi",
+    "testbed",
+    "testbed_defaults",
+    "threshold",
+    "variance_errors",
+    "variances",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +95,8 @@ def directory(tmp_path):
 def run(module, directory, tmp_path, monkeypatch):
     """``run(*options)`` runs a benchmark of nine tasks and returns its JSON; ``run.done`` lists what was measured."""
     runner = module("runner")
+    for user in (module("common"), runner):  # without reading all of the package
+        monkeypatch.setattr(user, "sources", lambda: "1+aa")
     monkeypatch.setattr(runner, "gc", SimpleNamespace(collect=lambda: 0))  # which takes its time with so many modules
 
     def groups(options, folder, results):
@@ -106,6 +155,44 @@ def test_everything_is_measured_once(run, capsys):
     assert run.done == []
     run("--fresh", "--only", "there", "3")
     assert run.done == [(None, 0), "load there", ("there", 2)]
+
+
+def test_results_say_what_they_were_measured_of(run, module, monkeypatch):
+    """Also where a later run measures only what is missing, or nothing."""
+    common, runner = module("common"), module("runner")
+    assert common.measured_of(run("--only", "3")) == {"1+aa"}
+    monkeypatch.setattr(runner, "sources", lambda: "2+bb")
+    found = run("--only", "4")
+    assert common.measured_of(found) == {"1+aa", "2+bb"}
+    monkeypatch.setattr(common, "sources", lambda: "3+cc")
+    assert run("--only", "4")["machine"] == found["machine"]
+    del found["sets"]["here"]["runs"]["list"][0]["sources"]
+    assert common.measured_of(found) == {"1+aa", "2+bb", "unknown"}
+    assert common.measured_of({"machine": {"date": "", "sources": "1+aa"}, "cases": 3}) == {"1+aa"}
+    assert common.measured_of({"machine": {"date": ""}, "cases": [3]}) == {"unknown"}
+
+
+def test_a_mark_is_of_code_alone(module, tmp_path):
+    def mark(text):
+        (tmp_path / "one.py").write_text(text)
+        return module("common").mark_of(tmp_path)
+
+    plain = mark("def f(x):\n    return x + 1\n")
+    assert mark('"""Module."""\n\ndef f(x):  # why\n    """Return more."""\n    return (x +\n        1)\n') == plain
+    assert mark("def f(x):\n    return x + 2\n") != plain
+    (tmp_path / "two.py").touch()
+    assert mark("def f(x):\n    return x + 1\n") != plain
+
+
+def test_old_results_are_known(module):
+    """Results of another version than this one are named in OLD, and nothing else is."""
+    common, found = module("common"), set()
+    for path in (BENCHMARKS / "results").glob("*.json"):
+        marks = common.measured_of(common.read_json(path))
+        if {mark.split("+")[0] for mark in marks} != {sketchgp.__version__}:
+            found.add(path.stem)
+    assert found - OLD == set(), "measured of another version: measure them again, or add them to OLD"
+    assert OLD - found == set(), "measured of this version: take them out of OLD"
 
 
 def test_ctrl_c_keeps_what_is_done(run, interruptible, tmp_path):
