@@ -195,6 +195,42 @@ def test_old_results_are_known(module):
     assert OLD - found == set(), "measured of this version: take them out of OLD"
 
 
+def test_all_benchmarks_are_run_by_one_script(module, tmp_path, monkeypatch, capsys):
+    """Results that it does not make are those of earlier checkouts, and what was done to repeat some by hand."""
+    everything = module("all")
+    found = {path.stem for path in (BENCHMARKS / "results").glob("*.json")}
+    assert found - set(everything.ORDER) == {"paired", "paired_large", "matvec-repeats"}
+    scripts = {command.split()[0] for commands in everything.RUNS.values() for command in commands}
+    assert all((BENCHMARKS / f"{script}.py").is_file() for script in scripts)
+    assert set(NAMES) - scripts == {"paired", *UNMEASURED}
+    started = []
+
+    def start(arguments, **options):
+        started.append([Path(arguments[1]).stem, *arguments[2:]])
+        return SimpleNamespace(returncode=int(started[-1] == ["hyperparameters"]))
+
+    monkeypatch.setattr(everything, "RESULTS", tmp_path)
+    monkeypatch.setattr(everything, "subprocess", SimpleNamespace(run=start, STDOUT=None))
+    monkeypatch.setattr(everything, "sources", lambda: "2+bb")
+    monkeypatch.setattr(everything.os, "sched_setaffinity", lambda *given: None, raising=False)
+    monkeypatch.setattr(everything.os, "environ", {})
+    for name, mark in (("maps", "2+bb"), ("fused", "1+aa"), ("properties", "2+aa")):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"machine": {"date": "", "sources": mark}}))
+    command = ["all.py", "--resume", "--only", "properties", "maps", "fused", "hyperparameters", "lean"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        everything.main()
+    assert ended.value.code
+    anew = [["fused", "--fresh"], ["hyperparameters", "--rows", "4000", "--fresh"], ["hyperparameters"]]
+    assert started == [["maps"], *anew, ["lean", "--fresh"]]
+    assert "| hyperparameters | failed (1)" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [command[0], "--list", *command[2:]])
+    everything.main()
+    printed = capsys.readouterr().out
+    for line in ("| maps | current |", "| fused | old |", "| properties | other code |", "| lean | missing |"):
+        assert line in printed
+
+
 def test_ctrl_c_keeps_what_is_done(run, interruptible, tmp_path):
     """Also where a solver would return what it has at an interrupt: that is no measurement."""
 
