@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ import sketchgp
 from cases import each
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+PAGES = BENCHMARKS.parent / "docs"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "BENCHMARK = " in path.read_text(encoding="utf-8"))
 UNMEASURED = ("device",)  # it needs a GPU; once it has results, they are looked at too
 # Results of earlier versions, to be measured again: whoever does so takes the name out; a new version puts all in.
@@ -413,6 +415,19 @@ def test_a_task_that_takes_too_long_is_ended(module, tmp_path):
 
 def test_pages_say_what_is_not_measured(module):
     measured = (BENCHMARKS / "results" / "device.json").exists()
-    page = (BENCHMARKS.parent / "docs" / "results.md").read_text(encoding="utf-8")
-    section = page[page.index("\n## On a GPU\n") :].split("\n## ")[1]
-    assert ("Not yet measured" in section) is not measured
+    for page in (PAGES / "experiments" / "device.md", PAGES / "results.md"):
+        assert ("ot yet measured" in page.read_text(encoding="utf-8")) is not measured
+
+
+def test_pages_name_what_their_figures_were_measured_on():
+    """A page of figures that were measured again says so: it was looked at."""
+    named = set()
+    for page in [PAGES / "results.md", *sorted((PAGES / "experiments").glob("*.md"))]:
+        for name, stated in re.findall(r"^From `([\w-]+)\.json`: (.+?)[.;] ", page.read_text(encoding="utf-8"), re.M):
+            of = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text(encoding="utf-8"))["machine"]
+            processor, threads = re.sub(r"\(R\)| Processor", "", of["processor"]), of["torch_threads"]
+            facts = f"{processor}, {threads} thread{'s' * (threads > 1)}, sketchgp {of['versions']['sketchgp']}"
+            assert stated == f"{facts}, {of['date'][:10]}", f"{page.name} has figures of an earlier {name}.json"
+            named.add((page.stem, name))
+    pages = {page.stem for page in (PAGES / "experiments").glob("*.md")} - {"index", *UNMEASURED}
+    assert pages == {page for page, name in named if page == name}

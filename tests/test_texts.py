@@ -236,6 +236,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("docs/methods/*.md")),
+    *sorted(ROOT.glob("docs/experiments/*.md")),
 ]
 LEFT_OUT = re.compile(r"```.*?```|\$\$.*?\$\$|^[#|!][^\n]*", flags=re.DOTALL | re.MULTILINE)  # blocks, headings, tables
 ONE_WORD = re.compile(r"`[^`]*`|\$[^$]*\$|(?<!\w)\*[^*]+\*")  # code, formulas, titles of papers
@@ -256,6 +257,11 @@ def test_sentences_of_the_pages_are_short():
     for page in PAGES:
         found = list(too_long(page.read_text(encoding="utf-8")))
         assert not found, f"{page.relative_to(ROOT)} has sentences of more than 25 words: {found}"
+
+
+def test_results_are_one_page():
+    """What needs more room has a page of its own in docs/experiments."""
+    assert len((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split()) <= 2_500
 
 
 def test_words_of_a_page_are_counted():
