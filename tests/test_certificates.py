@@ -379,7 +379,7 @@ def test_the_estimate_of_the_error_of_predictions(dtype, noise):
     assert found <= 2 * report.max_deviations <= 60 * found  # it is sharp
     assert float(report.certain_deviations) >= found
     assert "predictions within about" in str(report)
-    assert ("certainly within" in str(report)) == (report.certainty < 1)
+    assert ("certainly within" in report.table()) == (report.certainty < 1)
 
 
 def test_a_residual_does_not_say_so():

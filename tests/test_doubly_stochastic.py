@@ -746,7 +746,7 @@ def test_solutions():
     with quiet():
         solution = SMALL.solve(problem, progress=False)
     assert solution.value.shape == (256, 1) and solution.report.solver == "DoublyStochastic"
-    assert f"; n = {N}, features = 256, " in str(solution.report)
-    assert "; n = 256, features = 256, " in str(dataclasses.replace(solution.report, n=256))
+    assert f"; n = {N}, features = 256; " in str(solution.report)
+    assert "; n = 256, features = 256; " in str(dataclasses.replace(solution.report, n=256))
     with pytest.warns(ConvergenceWarning, match="solve goes on from a checkpoint"):
         SMALL.solve(problem, callback=lambda progress: True, progress=False)

@@ -68,9 +68,13 @@ def test_text():
     text = str(report)
     assert "\n" not in text
     solver = f"ConjugateGradients (RPCholesky, rank {report.rank}): converged"
-    work = f"{report.iterations} iterations, {report.work['products']} products"
-    for part in (solver, "n = 50", work, f"{report.max_residual:.2e}", "1e-05", "float64 on cpu"):
-        assert part in text
+    work = f"{report.iterations} iterations"
+    for part in (solver, "n = 50", work, f"relative residual {report.max_residual:.2e} (tolerance 1e-05)", " s"):
+        assert part in text and len(text) < 220
+    table = report.table()
+    for part in (f"{work}, {report.work['products']} products", "float64 on cpu", "GiB", " s set-up"):
+        assert part in table and part not in text
+    assert repr(report) == table and table.count("\n") > 5
     with pytest.warns(ConvergenceWarning):
         failed = _solve(tol=1e-10, max_iterations=1).report
     assert "NOT converged, ran out of iterations" in str(failed)
@@ -79,7 +83,7 @@ def test_text():
 def test_a_solve_without_columns():
     report = Cholesky().solve(_problem(columns=0)).report
     assert report.max_residual == 0.0
-    assert "0 columns" in str(report)
+    assert "0 columns" in report.table()
 
 
 def test_several_solves_are_one_report():

@@ -215,7 +215,7 @@ def test_the_rank_of_a_report_is_that_of_the_note():
     with iterative(), sketchgp.record_solves() as solves, gpytorch.settings.skip_posterior_variances():
         model(xt.double())
     report = solves[0]
-    noted = int(re.search(r"a preconditioner of a rank of up to (\d+)", str(report)).group(1))  # type: ignore[union-attr]
+    noted = int(re.search(r"a preconditioner of a rank of up to (\d+)", report.notes[0]).group(1))  # type: ignore[union-attr]
     assert report.rank <= noted <= report.n
     assert noted == sketchgp.RPCholesky().rank_for(report.n, torch.device("cpu"))
     assert f"RPCholesky, rank {report.rank})" in str(report)

@@ -56,8 +56,11 @@ class Shown:
     def _card(self) -> Card:
         raise NotImplementedError
 
-    def __repr__(self) -> str:
+    def table(self) -> str:
+        """Return all that is known, one row a line, each with its unit."""
         return self._card().text()
+
+    __repr__ = table
 
     def _repr_html_(self) -> str:
         return self._card().html()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .cards import Card, Shown, report_card
+from .cards import Card, Shown, report_card, seconds
 from .errors import ConvergenceWarning, marked, warn
 
 _recorders: list[list[SolveReport]] = []
@@ -191,7 +191,7 @@ class SolveReport(Shown):
         """Name and text of the residual; for random features it is the root of a loss, which is shown instead."""
         if self.letter == "features":
             return "loss", f"{self.max_residual**2:.1%} of that of f = 0"
-        return "residual", f"{self.max_residual:.2e}"
+        return "relative residual", f"{self.max_residual:.2e}"
 
     @property
     def max_residual(self) -> float:
@@ -254,13 +254,13 @@ class SolveReport(Shown):
         return "converged" if self.converged else "no tolerance" if self.tol == float("inf") else "NOT converged"
 
     def __str__(self) -> str:
-        parts = [f"{self.solver} ({self.preconditioner_and_rank}): {self.state}, {self.reason}"]
-        for label, text in self._card().rows:
-            if label in ("system", "work", "time"):
-                parts.append(text)
-            elif label in (self.fit_in_words[0], "predictions"):
-                parts.append(f"{label} {text}")
-        return "; ".join([*parts, f"notes: {'; '.join(self.notes)}"] if self.notes else parts)
+        """Return the outcome on one line; :meth:`table` has all of it."""
+        rows = dict(self._card().rows)
+        labels, cut = (self.fit_in_words[0], "predictions"), "\n" if self.judged == "bound" else ", certainly"
+        told = [rows["work"].split(", ")[0]] if self.work else []
+        told += [f"{label} {rows[label].split(cut)[0]}" for label in labels if label in rows]
+        ended = f"{self.solver} ({self.preconditioner_and_rank}): {self.state}, {self.reason}"
+        return "; ".join([ended, self.sizes, *told, seconds(self.seconds + self.setup_seconds)])
 
     def _card(self) -> Card:
         return report_card(self)
