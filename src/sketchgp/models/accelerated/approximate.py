@@ -18,6 +18,7 @@ from ...inference.pathwise import Deviations
 from ...operators.expression import recognise
 from ...operators.tiles import spans
 from ...random_streams import generator, salted
+from ...settings import memory_budget
 from ...solvers.energy import Goal, JoinedGoals, LeaveOneOutGoal, SampleGoal, VarianceGoal
 from ...solvers.solver import kernel_of
 
@@ -31,6 +32,7 @@ _SCATTER = 0.1  # relative scatter of low-rank variances beyond which "auto" dra
 _CHECKED = 4  # test points at which approximations are compared with exact variances
 _TYPICAL, _WORST = 0.05, 0.1  # tolerances beside the standard error: exact variances are right to some hundredths
 _ROWS = 4096  # test points at once
+_VECTORS = 30  # of a column that a solve holds
 
 
 class Approximate:
@@ -106,16 +108,26 @@ class Approximate:
         return SampleGoal(len(self.noise) * (typical / prior).clamp(max=1), least)
 
     def _left_out(self, indices: Tensor) -> Tensor:
-        """Return exact latent variances at training points left out, and keep those at the points to be checked."""
+        """Return exact latent variances at training points left out, and keep those at the points to be checked.
+
+        As many columns are solved at once as the memory budget has room for.
+        """
         noise, n, points = self.noise.to(torch.float64), len(self.noise), self._checked_at
-        units = torch.zeros(n, len(indices), dtype=torch.float64, device=noise.device)
-        units[indices, torch.arange(len(indices), device=noise.device)] = 1
-        c, prior = self.matrix.entries(self.matrix.x1, points), self.matrix.entries(points, None)
-        both = torch.cat([units, c], dim=1)
-        goal = LeaveOneOutGoal(noise[indices], noise.amin().reshape(1))
-        explained = self._quadratic_forms(both, JoinedGoals(goal, self._explaining(prior), len(indices)))
-        self._exact = (prior - explained[len(indices) :]).clamp(min=0)
-        return (1 / explained[: len(indices)] - noise[indices]).clamp(min=0)
+        width = max(1, memory_budget.value(noise.device) // (_VECTORS * 8 * n) - len(points))
+        prior, parts = self.matrix.entries(points, None), []
+        for some in spans(len(indices), width):
+            left, points = indices[some], points[: 0 if parts else None]
+            units = torch.zeros(n, len(left), dtype=torch.float64, device=noise.device)
+            units[left, torch.arange(len(left), device=noise.device)] = 1
+            both = torch.cat([units, self.matrix.entries(self.matrix.x1, points)], dim=1)
+            goal = LeaveOneOutGoal(noise[left], noise.amin().reshape(1))
+            explained = self._quadratic_forms(
+                both, JoinedGoals(goal, self._explaining(prior[: len(points)]), len(left))
+            )
+            if not parts:
+                self._exact = (prior - explained[len(left) :]).clamp(min=0)
+            parts.append((1 / explained[: len(left)] - noise[left]).clamp(min=0))
+        return torch.cat(parts)
 
     def _quadratic_forms(self, c: Tensor, goal: Goal) -> Tensor:
         """Return ``c_j^T A^-1 c_j``, ``(t,)``, for c ``(n, t)``."""

@@ -13,8 +13,8 @@ cost nothing.  A derivative is one correlation for all hyperparameters,
 Coordinates of tables were rounded, and lie beside their cells: ``x_i = o + h j_i + e s_i``, with ``|s_i| <= 1/2`` along
 each coordinate and e below 0.002 h.  Then k is a polynomial of second order in ``s_i - s_l`` whose coefficients are
 functions of ``j_i - j_l``, found by differences of k over e.  Written out in powers of s_i and s_l it takes a transform
-for each power.  It is off by ``(e / h)^3`` or so.  Where it is off by more than 1e-8 of k(0), as for a period far below
-h, tiles take its place.  Derivatives are taken as if s were zero.
+for each power whose coefficient is more than rounding.  It is off by ``(e / h)^3`` or so.  Where it is off by more than
+1e-8 of k(0), as for a period far below h, tiles take its place.  Derivatives are taken as if s were zero.
 
 Everything is computed in float64.
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -50,6 +50,7 @@ _EXACT = {torch.float32: 1e-6, torch.float64: 1e-11}  # of a step, that coordina
 _BESIDE = 1e-3  # of a step, that coordinates of a table may be off
 _ROUNDED = 4  # roundings between values that may be meant to be one
 _WRONG = 1e-8  # of k(0), that the polynomial may be off
+_NOTHING = {torch.float32: 1e-9, torch.float64: 1e-14}  # of k(0): terms that are nowhere larger are left out
 _FINER = 4  # times as many cells that an exact lattice may have
 _DIVISORS = 6  # smaller steps that are tried
 # of values at some shifts, in units of the reach: what a coefficient of a power of one coordinate is made of
@@ -192,13 +193,14 @@ class Lattice(Engine):
         grid, spectra = self.found(pairs), self._spectra(pairs)
         if spectra is None:
             return _TILED.product(pairs, rhs)
-        left, right = ({p: side.power(p) for p in grid.powers} for side in (grid.left, grid.right))
+        needed = [powers for powers in grid.powers if any(_above(powers, spectra))]
+        left, right = ({p: side.power(p) for p in needed} for side in (grid.left, grid.right))
         result = torch.zeros(pairs.shape[-2], rhs.shape[-1], dtype=torch.float64, device=rhs.device)
         for some in grid.batches(rhs.shape[-1]):
             columns = rhs[:, some].to(torch.float64)
-            moved = {p: grid.transform(grid.right, columns * right[p]) for p in grid.powers}
-            for powers in grid.powers:
-                terms = [spectra[total] * number * moved[rest] for total, rest, number in _above(powers, grid.powers)]
+            moved = {p: grid.transform(grid.right, columns * right[p]) for p in needed}
+            for powers in needed:
+                terms = [spectra[total] * number * moved[rest] for total, rest, number in _above(powers, spectra)]
                 result[:, some] += left[powers] * grid.at(grid.left, grid.back(sum(terms[1:], terms[0])))
         return result.to(rhs.dtype)
 
@@ -223,7 +225,7 @@ class Lattice(Engine):
         return whole.remember("spectra", lambda: _spectra(whole, self.found(whole)))
 
 
-def _above(powers: Powers, known: list[Powers]) -> Iterator[tuple[Powers, Powers, float]]:
+def _above(powers: Powers, known: Iterable[Powers]) -> Iterator[tuple[Powers, Powers, float]]:
     """Yield powers a of ``s_i - s_l`` with ``s_i^b`` in them, a - b, and the number that stands before that product."""
     for total in known:
         rest = tuple(a - b for a, b in zip(total, powers, strict=True))
@@ -245,15 +247,19 @@ def _spectra(pairs: Pairs, grid: Grid) -> dict[Powers, Tensor] | None:
     # points of one cell along a coordinate have the same offset there
     result, between = {}, (0.4 - 0.1 * torch.arange(len(reach))).to(differences) * (differences > 0)
     left = moved(between) if any(reach) else None
+    scale = float(at((0,) * len(reach)).flatten()[0])
+    nothing = _NOTHING[pairs.compute_dtype] * scale
     for powers in grid.powers:
         values = torch.zeros(grid.sizes, dtype=torch.float64, device=pairs.device)
         for points in itertools.product(*(_DIFFERENCES[power] for power in powers)):
             shift, numbers = zip(*points, strict=True)
             values += math.prod(numbers) * at(shift)
+        if any(powers) and float(values.abs().max()) <= nothing:
+            continue
         result[powers] = torch.fft.rfftn(grid.whole(values, powers))
         if left is not None:
             left -= values * between.pow(torch.tensor(powers).to(between)).prod(dim=1).reshape(grid.sizes)
-    if left is not None and float(left.abs().max()) > _WRONG * float(at((0,) * len(reach)).flatten()[0]):
+    if left is not None and float(left.abs().max()) > _WRONG * scale:
         return None
     return result
 

@@ -181,7 +181,7 @@ class Gradients(Cycles):
         self.taken = self.space.dot(self.value, self.b + self.r)
         self.residual = self.rounded_residual = self.current = self.space.norm(self.r) / self.norm
         self.best, self.best_residual = self.value.clone(), self.residual
-        self.bounds = self._bounds_of(self.best, self.r)
+        self.bounds = self._unbounded() if self.by_energy else self._bounds_of(self.best, self.r)
         self.before, self.cycling = torch.full_like(self.residual, torch.inf), False
         if self.predictions is not None:
             self.predictions.begin(self.residual)
@@ -421,9 +421,10 @@ class Gradients(Cycles):
 
     def _bounds_of(self, value: Tensor, r: Tensor) -> Tensor:
         """Bound a value by its residual; infinite where nothing is certain."""
-        if not self.certificate.known:
-            return self.norm.new_full((3, *self.norm.shape), torch.inf)
-        return self.certificate.bounds(self.b, value, r)
+        return self.certificate.bounds(self.b, value, r) if self.certificate.known else self._unbounded()
+
+    def _unbounded(self) -> Tensor:
+        return self.norm.new_full((3, *self.norm.shape), torch.inf)
 
     def product_of(self, value: Tensor) -> Tensor | None:
         """Return A times a value, in float64, where the latest true residual is of it."""
