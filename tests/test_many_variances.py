@@ -161,10 +161,9 @@ def test_goals():
     energy = SampleGoal(torch.tensor(4.0), least)
     assert torch.allclose(energy.error(taken, remaining), remaining / 4)
     explaining = VarianceGoal(torch.tensor([3.0]), least, share=0.5)
-    both = JoinedGoals(LeaveOneOutGoal(noise[:1], least), explaining, 1)
+    both = JoinedGoals(least, 1, LeaveOneOutGoal(noise[:1], least), explaining)
     parts = goal.error(taken, remaining)[:1] / 0.02, explaining.error(taken[1:], remaining[1:]) / 0.5
     assert torch.allclose(both.error(taken, remaining), torch.cat(parts))
-    assert both.careful and not JoinedGoals(goal, energy, 2).careful
 
 
 # --- variances --------------------------------------------------------------------------------------------------

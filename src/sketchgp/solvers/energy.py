@@ -159,23 +159,16 @@ class SampleGoal(Goal):
 
 @dataclass(frozen=True)
 class JoinedGoals(Goal):
-    """Two goals: one of the first columns, the other of those after them.
+    """Two goals, neither of them careful: one of the first columns, the other of those after them.
 
-    :ivar columns: of the first.
+    :ivar least: of both; :ivar columns: of the first.
     """
 
+    least: Tensor
+    columns: int
     first: Goal
     second: Goal
-    columns: int
     share: float = 1.0
-
-    @property
-    def least(self) -> Tensor:  # type: ignore[override]
-        return self.first.least
-
-    @property
-    def careful(self) -> bool:  # type: ignore[override]
-        return self.first.careful or self.second.careful
 
     def error(self, taken: Tensor, remaining: Tensor) -> Tensor:
         """``(t,)``, each over its own goal's share."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from ...errors import ConvergenceWarning, InputError, warn
 from ...inference.calibrated import Calibrated
@@ -112,22 +113,18 @@ class Approximate:
 
         As many columns are solved at once as the memory budget has room for.
         """
-        noise, n, points = self.noise.to(torch.float64), len(self.noise), self._checked_at
-        width = max(1, memory_budget.value(noise.device) // (_VECTORS * 8 * n) - len(points))
-        prior, parts = self.matrix.entries(points, None), []
-        for some in spans(len(indices), width):
-            left, points = indices[some], points[: 0 if parts else None]
-            units = torch.zeros(n, len(left), dtype=torch.float64, device=noise.device)
-            units[left, torch.arange(len(left), device=noise.device)] = 1
-            both = torch.cat([units, self.matrix.entries(self.matrix.x1, points)], dim=1)
-            goal = LeaveOneOutGoal(noise[left], noise.amin().reshape(1))
-            explained = self._quadratic_forms(
-                both, JoinedGoals(goal, self._explaining(prior[: len(points)]), len(left))
-            )
-            if not parts:
-                self._exact = (prior - explained[len(left) :]).clamp(min=0)
-            parts.append((1 / explained[: len(left)] - noise[left]).clamp(min=0))
-        return torch.cat(parts)
+        noise, n, points, found = self.noise.to(torch.float64), len(self.noise), self._checked_at, list[Tensor]()
+        width = memory_budget.value(noise.device) // (_VECTORS * 8 * n) - len(points)
+        prior = self.matrix.entries(points, None)
+        for some in indices.split(max(1, width)):
+            at = points[: 0 if found else None]
+            both = torch.cat([one_hot(some, n).mT, self.matrix.entries(self.matrix.x1, at)], dim=1)
+            goals = LeaveOneOutGoal(noise[some], noise.amin().reshape(1)), self._explaining(prior[: len(at)])
+            q = self._quadratic_forms(both, JoinedGoals(goals[0].least, len(some), *goals))
+            if not found:
+                self._exact = (prior - q[len(some) :]).clamp(min=0)
+            found.append((1 / q[: len(some)] - noise[some]).clamp(min=0))
+        return torch.cat(found)
 
     def _quadratic_forms(self, c: Tensor, goal: Goal) -> Tensor:
         """Return ``c_j^T A^-1 c_j``, ``(t,)``, for c ``(n, t)``."""
