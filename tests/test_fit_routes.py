@@ -6,6 +6,8 @@ the rows of each, how its losses were computed, and by which optimiser.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import gpytorch
@@ -17,7 +19,8 @@ import sketchgp
 from gp_models import SOLVED, Plain, data, iterative
 from sketchgp.density import Probes
 from sketchgp.fitting.objective import Objective
-from sketchgp.fitting.plan import by_neighbors, rows_before
+from sketchgp.fitting.plan import by_neighbors
+from sketchgp.fitting.run import Choices, Fit
 from sketchgp.solvers.recurrence import LostToRoundingError
 
 CG = sketchgp.ConjugateGradients(tol=1e-2)
@@ -120,8 +123,23 @@ def test_where_neighbours_are_needed_there_is_no_bracket(monkeypatch):
     assert history.by_other_probes is not None
 
 
-def test_rows_that_many_are_fitted_after():
-    assert [rows_before(rows) for rows in (0, 7_999, 8_000, 20_000, 30_000)] == [2000, 2000, 5000, 10_000, 16_000]
+@pytest.mark.slow
+def test_the_page_has_the_stages():
+    """The table of docs/tuning.md, at the ends of its ranges of rows."""
+    page = (Path(__file__).parents[1] / "docs" / "tuning.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| ((?:up to )?\d[^|]*) \| ([^|]+) \|([^|]*)\| ([^|]+) \|$", page, flags=re.MULTILINE)
+    assert len(lines) == 10
+    kinds = {"exact": ["exact"], "probes": ["probes"], "Vecchia's approximation, then probes": ["vecchia", "probes"]}
+    for ends, features, subsets, losses in lines:
+        before = [(int(rows), "exact" if int(rows) <= 5000 else "probes") for rows in subsets.replace(",", "").split()]
+        for rows in map(int, re.findall(r"\d+", ends.replace(",", ""))):
+            x, y, _ = data(rows, d=int(features[0]) if features != "any" else 4, dtype=torch.float32)
+            model = Plain(x, y, gpytorch.likelihoods.GaussianLikelihood(), ScaleKernel(MaternKernel(nu=1.5)))
+            mll = sketchgp.ExactMarginalLogLikelihood(model.likelihood, sketchgp.accelerate(model))
+            with sketchgp.settings.memory_budget(2**30):
+                fit = Fit(model, mll, Choices("auto", "auto", "auto", None, None, 10, 0, 1e-4), False, None, None, 60.0)
+                planned = [(stage.history.rows, stage.kind) for stage in fit._plan()]
+            assert planned == [*before, *((rows, kind) for kind in kinds[losses])]
 
 
 @pytest.mark.parametrize(
