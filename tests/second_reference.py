@@ -263,7 +263,8 @@ class Dense:
             plain = np.linalg.solve(self.matrix.astype(float), self.residual.astype(float))
         except np.linalg.LinAlgError:  # singular in float64
             plain = np.full_like(self.weights, np.inf)
-        by_float64 = np.nan_to_num(np.abs(cross.T @ (plain - self.weights)), nan=np.inf, posinf=np.inf)
+        with np.errstate(invalid="ignore"):  # infinite where it is singular
+            by_float64 = np.nan_to_num(np.abs(cross.T @ (plain - self.weights)), nan=np.inf, posinf=np.inf)
         return Truth(mean, own - half.T @ half, noise, mean_rounding, rounding, by_residual, by_float64)
 
     def log_density(self) -> float:
