@@ -586,12 +586,20 @@ def test_quick_demo(tmp_path, capsys):
     table = out.split("---\n")[1].splitlines()[:3]
     assert [line.split("  ")[0].strip() for line in table] == [
         "sketchgp",
-        "GPyTorch's defaults, the same",
+        "GPyTorch's defaults",
         "sketchgp, all rows",
     ]
     for line in table:
         assert float(line.split()[-2]) < 0.3  # RMSE; predicting the mean scores 1
     assert "tuned on a random subset of 500 of the 1,800 training rows" in out
+    assert out.startswith("An exact Gaussian process of the price of diamonds: some ten seconds")
+    first, *both, last = out.splitlines()[-4:]
+    assert "the same 1,000 diamonds, for the prices of 200 others" in first
+    for line, words in zip(both, (table[1], table[0]), strict=True):
+        what, found = line.strip().split("  ", 1)
+        assert words.startswith(what) and found.split()[0] == words.removeprefix(what).split()[1]  # iterations
+        assert float(found.split("prices ")[1].split("%")[0]) < 30
+    assert last == f"picture: {(tmp_path / 'sketchgp-demo-2.png').resolve()}"
     assert (tmp_path / "sketchgp-demo.png").read_text() == "mine"
     assert (tmp_path / "sketchgp-demo-2.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -604,7 +612,7 @@ def test_demo_without_the_side_of_gpytorch(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sketchgp.cli.EVERY", 0.01)
     code, out, _ = run(capsys, "demo", "--quick", "--skip-gpytorch", "--output", tmp_path)
     assert code == 0 and (tmp_path / "sketchgp-demo.png").exists()
-    assert "GPyTorch's defaults" not in out and "see --skip-gpytorch" not in out
+    assert "GPyTorch's defaults" not in out and "--skip-gpytorch" not in out
     assert "  ... 0 s\n" in out
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ..accelerate import accelerate
 from ..datasets import load_diamonds
+from ..devices import one_thread
 from ..errors import ConvergenceWarning, InputError
 from ..plotting import convergence
 from ..random_streams import generator
@@ -29,7 +31,6 @@ from ..solvers import ConjugateGradients, FullProblem
 from ..style import COLORS, RING, new_figure
 from .options import Output, claim
 from .regression import (
-    Outcome,
     Regression,
     Row,
     Scaling,
@@ -44,14 +45,16 @@ from .regression import (
 
 KERNEL = "matern52"
 STORED_MATRIX = 2 * 2**30  # bytes one stored matrix may take: keeps the demo within 8 GB on any machine
-FOOTNOTES = (
-    "true residual: ||(K + noise I) w - (y - mean)|| / ||y - mean|| in float64, recomputed from the weights w. "
-    "mean s: seconds to the mean of all test rows.\n"
-    "var. s: seconds for their variances on top (sketchgp: low-rank, all {tests:,}; GPyTorch: exact, the first "
-    "{variances} only).\n"
-    "RMSE: of the standardised target, where predicting the mean scores 1. NLL: negative log predictive density a row, "
-    "in nats, over the first {variances} test rows."
-)
+PLAN = """An exact Gaussian process of the price of diamonds: {takes} on two idle cores.
+  1. tune its hyperparameters on {tuning:,} rows
+  2. predict from {comparison:,} rows by sketchgp{beside}
+  3. predict from {train:,} rows by sketchgp, and draw how the solves converge"""
+BESIDE = ", and by GPyTorch's defaults (a quarter of the time; --skip-gpytorch leaves them out)"
+FOOTNOTES = """true residual: ||(K + noise I) w - (y - mean)|| / ||y - mean|| in float64, recomputed from the weights w.
+mean s: seconds to the mean of all test rows. var. s: seconds for their variances on top
+(sketchgp: low-rank, all {tests:,}; GPyTorch: exact, the first {variances} only).
+RMSE: of the standardised target, where predicting the mean scores 1.
+NLL: negative log predictive density a row, in nats, over the first {variances} test rows."""
 
 
 Steps = list[tuple[float, float]]  # seconds and relative residual before the first iteration and after each
@@ -85,15 +88,15 @@ def run(options: argparse.Namespace) -> None:
     assert picture is not None
     start = time.perf_counter()
     sizes = FULL if options.full else QUICK if options.quick else DEFAULT
-    shorter = "" if options.skip_gpytorch else ", about a quarter of it for GPyTorch's side (see --skip-gpytorch)"
-    print(f"{sizes.takes} in all on two idle cores{shorter}")
-    with memory_budget(STORED_MATRIX):
-        _run(sizes, options.seed, picture, options.skip_gpytorch)
-    print(f"{time.perf_counter() - start:.0f} s in all")
+    print(PLAN.format(**vars(sizes), train=sizes.rows * 9 // 10, beside="" if options.skip_gpytorch else BESIDE) + "\n")
+    busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) / 2
+    with memory_budget(STORED_MATRIX), one_thread(busy):  # of two threads, each would wait for its core
+        results = _run(sizes, options.seed, picture, options.skip_gpytorch)
+    print(f"{time.perf_counter() - start:.0f} s in all\n\n{results}")
 
 
-def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
-    """Run the demo of some size.
+def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> str:
+    """Run the demo of some size, and return its results in a few lines.
 
     :param alone: whether GPyTorch's side is left out.
     """
@@ -143,38 +146,33 @@ def _run(sizes: Sizes, seed: int, picture: Output, alone: bool) -> None:
         + FOOTNOTES.format(tests=len(test), variances=sizes.variances)
     )
     solves = [one.solve for one in (part, full) if one.solve is not None]
-    _draw(picture, solves, default, steps, faster, sizes)
-    print(_verdict(full, part, default, scaling.y_std))
+    drawn = _draw(picture, solves, default, steps, faster, sizes)
+    return f"{_verdict([*([] if default is None else [default]), part.row], len(test), scaling.y_std)}\n{drawn}"
 
 
-def _verdict(full: Outcome, part: Outcome, default: Row | None, unit: float) -> str:
-    """Return the result of this run in one sentence, whichever way it falls."""
-    comparison = ""
-    if default is not None and part.solve is not None:
-        comparison = f"; on those rows GPyTorch's defaults took {_effort(default)}, sketchgp {_effort(part.row)}"
-    solved = "solved" if full.solve is None or full.solve.converged else "not solved to its tolerance"
-    return (
-        f"Result: the exact GP on all {full.row.n:,} rows was {solved} in {full.row.mean_seconds:.0f} s and predicts a "
-        f"diamond's price to about {100 * (full.row.rmse or 0.0) * unit:.1f}% (RMSE {full.row.rmse:.4f}, against "
-        f"{part.row.rmse:.4f} with {part.row.n:,} rows){comparison}."
-    )
+def _verdict(rows: Sequence[Row], tests: int, unit: float) -> str:
+    """Return what to tell a colleague: a line for each library, below one that says what was done.
 
-
-def _effort(row: Row) -> str:
-    return f"{row.iterations} iterations and {row.mean_seconds:.1f} s to residual {row.residual:.1e}"
+    :param tests: number of rows predicted; :param unit: deviation of the logarithms of the prices.
+    """
+    lines = [f"The same model from the same {rows[0].n:,} diamonds, for the prices of {tests:,} others:"]
+    for row in rows:
+        off = 100 * (row.rmse or 0.0) * unit
+        work = f"{row.iterations or 0:>3} iterations, {row.mean_seconds:.1f} s, true residual {row.residual:.1e}"
+        lines.append(f"  {row.what:<19}  {work}, prices {off:.1f}% off, NLL {row.nll:.1f}")
+    return "\n".join(lines)
 
 
 def _draw(
     picture: Output, solves: list[SolveReport], default: Row | None, steps: Steps, model: Regression, sizes: Sizes
-) -> None:
-    """Draw how the solves converge, and one without a preconditioner.
+) -> str:
+    """Draw how the solves converge, and one without a preconditioner; return where that is.
 
     :param default: the row of GPyTorch's defaults, with the steps of their solve.
     :param model: the model on the rows of the comparison.
     """
     if find_spec("matplotlib") is None:
-        print("no picture without matplotlib; with it: python -m pip install 'sketchgp[plot]'")
-        return
+        return "no picture without matplotlib; with it: python -m pip install 'sketchgp[plot]'"
     print("drawing how the solves converge, and one without a preconditioner ...")
     solves = [*solves, _solve_plainly(model, gpytorch.settings.eval_cg_tolerance.value(), sizes)]
     figure = new_figure((11.5, 5.8), 150)
@@ -183,19 +181,22 @@ def _draw(
     for ax, x in ((axes[0], range(len(seconds))), (axes[1], seconds)):
         convergence(solves, ax, "iterations" if ax is axes[0] else "seconds").get_legend().remove()
         if default is not None:
-            ax.plot(x, values, color=COLORS[-1], linewidth=1.8, label=f"GPyTorch, its defaults, n = {default.n}")
+            ax.plot(x, values, color=COLORS[-1], linewidth=1.8, label="GPyTorch")
             ax.plot(x[-1:], [default.residual][: len(x)], color=COLORS[-1], zorder=100, **RING)
         ax.set_xscale("log")
         ax.set_title("", loc="left")
     axes[1].set_ylabel("")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=9.5)
+    names = [*(f"sketchgp, n = {one.n:,}" for one in solves[:-1]), f"without a preconditioner, n = {solves[-1].n:,}"]
+    names += [] if default is None else [f"GPyTorch's defaults, n = {default.n:,}"]
+    figure.legend(
+        axes[0].get_legend_handles_labels()[0], names, loc="outside lower left", ncols=2, frameon=False, fontsize=9.5
+    )
     noise = model.likelihood.noise.item()
     title = f"diamonds, log(price), Matern-5/2 ARD, noise {noise:.1e}: solving for the posterior mean"
     figure.suptitle(f"{title}; ring: true residual at the end", fontsize=12, x=0.012, ha="left")
     with picture.open("wb") as file:
         figure.savefig(file, format="png")
-    print(f"picture: {picture.path}")
+    return f"picture: {picture.path.resolve()}"
 
 
 def _solve_plainly(model: Regression, tol: float, sizes: Sizes) -> SolveReport:
@@ -257,7 +258,7 @@ def evaluate_defaults(model: Regression, x: Tensor, y: Tensor, rows_for_nll: int
         times.append(time.perf_counter())
         variance = model.likelihood(model(x[:rows_for_nll])).variance
         times.append(time.perf_counter())
-    row = scored("GPyTorch's defaults, the same", model.train_targets.shape[0], y, mean, variance, times)
+    row = scored("GPyTorch's defaults", model.train_targets.shape[0], y, mean, variance, times)
     residual = true_residual(model, model.prediction_strategy.mean_cache)
     steps = solves[0] if solves else []
     return replace(row, residual=residual, iterations=max(0, len(steps) - 1)), steps
