@@ -20,6 +20,7 @@ from gp_models import Plain
 from problems import normal, points, relative
 from sketchgp import InputError
 from sketchgp.operators import KernelMatrix, preview_engine, products
+from sketchgp.operators.access import accurate_terms
 from sketchgp.operators.engines import DENSE, FUSED, NEAR_AND_FAR, TILED, choose, self_check
 from sketchgp.operators.engines import fused as module
 from test_far_rows import KERNELS as WITH_FAR_ROWS
@@ -32,23 +33,26 @@ SINGLE = ["rbf", "matern12", "matern32", "matern52", "rq", "laplace"]
 GROWTH = 3  # times the error of tiles, which is of a few roundings, that one of few roundings may have
 
 
-def check(kernel, x, z=None, columns=1) -> None:
+ENTRIES = {torch.float32: 1e-6, torch.float64: 1e-14}  # errors of entries, over the largest
+
+
+def check(kernel, x, z=None, columns=1, dtype=torch.float32) -> None:
     """Products, and some entries, against the formulas in float64, with errors of a few roundings as those of tiles.
 
     :param columns: of each right-hand side; each number of them is compiled for itself.
     """
     exact = reference(copy.deepcopy(kernel).double(), x, x if z is None else z).detach()
-    kernel = copy.deepcopy(kernel).float()
+    kernel = copy.deepcopy(kernel).to(dtype)
     found, tiled = (KernelMatrix.of(kernel, x, z, engine=engine).detach() for engine in ("fused", "tiled"))
     assert choose(found.pairs) is FUSED
-    m = exact.shape[-1]
+    m, allowed = exact.shape[-1], ENTRIES[dtype]
     rhs = normal(m, columns)
-    ours, theirs = (relative(matrix @ rhs.float(), exact @ rhs) for matrix in (found, tiled))
-    assert ours < GROWTH * max(theirs, 1e-7)
+    ours, theirs = (relative(matrix @ rhs.to(dtype), exact @ rhs) for matrix in (found, tiled))
+    assert ours < GROWTH * max(theirs, allowed / 10)
     for j in range(0, m, max(1, m // 20)):
         chosen = torch.arange(j, j + columns) % m
-        entries = found @ torch.eye(m)[:, chosen]
-        assert float((entries - exact[:, chosen]).abs().max()) < 1e-6 * float(exact.abs().max())
+        entries = found @ torch.eye(m, dtype=dtype)[:, chosen]
+        assert float((entries - exact[:, chosen]).abs().max()) < allowed * float(exact.abs().max())
 
 
 @pytest.mark.parametrize("name", [*SINGLE, "periodic", "multiplied-out", "constant"])
@@ -56,16 +60,17 @@ def test_products(name):
     x, z = points(700, dtype=torch.float32), points(530, seed=9, dtype=torch.float32)
     check(make(name), x)
     check(make(name), x, z)
+    check(make(name), points(700), z.double(), dtype=torch.float64)
 
 
-@each(("d", "columns"), [(1, 9), (20, 1)])
+@each(("d", "columns", "dtype"), [(1, 9, torch.float32), (20, 1, torch.float32), (2, 3, torch.float64)])
 @each("n", [1, 2, 1100])
-def test_sizes(n, d, columns):
+def test_sizes(n, d, columns, dtype):
     kernel = ScaleKernel(MaternKernel(nu=1.5, ard_num_dims=d))
     kernel.base_kernel.lengthscale = torch.linspace(0.5, 1.5, d) * d**0.5
-    x, z = points(n, d, dtype=torch.float32), points(3, d, seed=1, dtype=torch.float32)
+    x, z = points(n, d, dtype=dtype), points(3, d, seed=1, dtype=dtype)
     for pair in ((x, None), (x, z), (z, x)):
-        check(kernel, *pair, columns)
+        check(kernel, *pair, columns, dtype)
 
 
 @each("name", SINGLE)
@@ -197,7 +202,6 @@ def test_what_it_cannot_take():
     x = points(5, 40, dtype=torch.float32)
     for kernel, inputs, message in (
         (CosineKernel(), x, "CosineKernel is none of the kernels"),
-        (RBFKernel().double(), x[:, :2].double(), "it computes in float32"),
         (RBFKernel(), x, "it takes up to 32 features, and the kernel has 40"),
     ):
         with pytest.raises(InputError, match=f"matmul='fused' cannot be used here: {message}"):
@@ -205,7 +209,8 @@ def test_what_it_cannot_take():
 
 
 def large(kernel, d: int, **options) -> KernelMatrix:
-    return KernelMatrix.of(kernel, torch.rand(12_000, d), **options).detach()
+    x = torch.rand(12_000, d, dtype=next(kernel.parameters()).dtype)
+    return KernelMatrix.of(kernel, x, **options).detach()
 
 
 def test_auto_takes_it_where_it_is_faster(monkeypatch):
@@ -219,7 +224,9 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch):
         (large(RQKernel(), 2), 1, DENSE),
         (large(RQKernel(), 2, x2=other), 1, FUSED),
         (large(CosineKernel(), 2, x2=other), 1, TILED),
-        (large(RBFKernel().double(), 2), 1, DENSE),
+        (large(RBFKernel().double(), 2), 1, FUSED),
+        (large(MaternKernel().double(), 2), 1, DENSE),
+        (large(MaternKernel().double(), 8, x2=torch.rand(12_000, 8).double()), 4, FUSED),
         (KernelMatrix.of(RBFKernel(), torch.rand(500, 2), other), 1, TILED),
     ]
     for matrix, columns, engine in cases:
@@ -232,7 +239,15 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch):
     with sketchgp.settings.memory_budget(1):
         assert choose(large(RBFKernel(), 8).pairs, 4) is FUSED
         assert choose(large(RBFKernel(), 8).pairs, 5) is TILED
+    rows = large(RBFKernel(), 8).by("tiled")  # which the library named, and may replace
+    assert choose(rows.pairs, 4) is FUSED
+    assert choose(large(RBFKernel(), 8, engine="tiled").pairs, 4) is TILED
+    assert choose(rows.rows(torch.arange(100)).by("fused").pairs, 4) is TILED
+    ((_, accurate),) = accurate_terms(large(RBFKernel(), 8))
+    assert accurate.dtype == torch.float64
+    assert choose(accurate.pairs) is FUSED
     monkeypatch.setattr(module, "_importable", lambda: False)
+    assert choose(rows.pairs, 4) is choose(accurate.pairs) is TILED
     assert [choose(matrix.pairs, columns) for matrix, columns, _ in cases[:1] + cases[4:5]] == [DENSE, TILED]
     with pytest.raises(InputError, match=r"numba is not installed \(python -m pip install 'sketchgp\[fast\]'\)"):
         KernelMatrix.of(RBFKernel(), other, engine="fused")

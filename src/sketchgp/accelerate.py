@@ -70,7 +70,7 @@ def accelerate(
         likelihood); but :func:`fit` has the gradients of the marginal likelihood from samples that ASkotch, Skotch,
         EigenPro 2 or your own solves for, with no factor of a preconditioner.
     :param matmul: how the kernel matrix is multiplied, in training and prediction.  ``"dense"`` stores it for each
-        solve; ``"tiled"`` never does, nor does ``"fused"``, in one pass on CPUs (float32, with numba), nor
+        solve; ``"tiled"`` never does, nor does ``"fused"``, in one pass on CPUs (with numba), nor
         ``"triton"``, by fused kernels on CUDA, nor ``"lattice"``, by fast Fourier transforms for inputs on a regular
         lattice, with gaps, and by tiles for others; nor ``"near_and_far"``, by non-uniform transforms for one to three
         features, to a tolerance; ``"auto"`` takes the last two where they

@@ -24,7 +24,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from ..row_sources import blocks
-from .engines import DENSE, FAST, LATTICE, NEAR_AND_FAR, TRITON, choose
+from .engines import DENSE, FAST, FUSED, LATTICE, NEAR_AND_FAR, TRITON, choose
 from .generic_tiles import call
 from .kernel_matrix import KernelMatrix
 from .lazies import SUMS, evaluated, keeps_gradients, without_keops
@@ -272,7 +272,7 @@ def terms(operator: LinearOperator) -> list[Term]:
 
 
 def accurate_terms(operator: LinearOperator) -> list[Term]:
-    """Return :func:`terms` in float64: kernel matrices by tiles or a fast engine, but stored matrices as they are."""
+    """Return :func:`terms` in float64: kernel matrices by an engine that stores none, stored matrices as they are."""
 
     def accurate(part: LinearOperator) -> LinearOperator:
         if isinstance(part, KernelMatrix):
@@ -470,6 +470,8 @@ def _engine(matrix: KernelMatrix) -> str:
     )
     if work > _CHEAP:
         return chosen.name
+    if FUSED.serves(matrix.pairs):
+        return "fused"
     return "triton" if matrix.device.type == "cuda" and TRITON.missing(matrix.pairs) is None else "tiled"
 
 

@@ -74,12 +74,15 @@ def choose(pairs: Pairs, columns: int = 1) -> Engine:
     """The engine of a product with some columns: the one that was named, else the fastest that applies.
 
     That points lie on a lattice, or in few dimensions, is found from their coordinates (``serves``).
-    A named engine that cannot take a variant of its matrix (its float64 copy, say) is replaced by tiles.
+    A named engine that cannot take a variant of its matrix (its points beside others, say) is replaced by tiles.
+    Tiles and one pass, which store nothing, replace each other where the user named neither.
     """
     if pairs.sources:
         return TILED
     if pairs.engine != "auto":
         engine = NAMED[pairs.engine]
+        if engine in (FUSED, TILED) and not pairs.asked:
+            return FUSED if FUSED.serves(pairs, columns) else TILED
         return engine if engine.missing(pairs) is None else TILED
     for fast in FAST:
         if fast.serves(pairs, columns):
@@ -182,7 +185,7 @@ def preview_engine(
     if fused is None and there:
         fused = TRITON.absent(torch.device(device), dtype)
     fits = size <= budget
-    pays = FUSED.pays(expression, (n, n), d, columns, fits and square)
+    pays = FUSED.pays(expression, (n, n), d, dtype, columns, fits and square)
     one_pass = pays and FUSED.absent(torch.device(device), dtype) is None
     engine, reason = automatic(device, square, fits, fused, one_pass)
     words = f"{str(dtype).removeprefix('torch.')} on {device} with {in_words(free)} free{' (as given)' * given}"

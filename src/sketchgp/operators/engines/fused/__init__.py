@@ -17,11 +17,11 @@ from torch import Tensor
 from ...expression import Atom, Expression, Features, Prepared
 from ...nearby import nearby
 from ...pairs import Pairs
-from ...profiles import RATIONAL_QUADRATIC
+from ...profiles import GAUSS, LAPLACE, MATERN
 from ...tiles import Piece, spans
 from ..base import Engine, Gradients
 from ..tiled import Tiled, cut
-from .source import CHUNK, Plan, compiled, unit
+from .source import Plan, compiled, unit
 
 _TILED = Tiled()
 _SHAPE = (512, 2048)  # rows and columns that a call of a compiled function takes
@@ -29,6 +29,7 @@ _WIDEST = 8  # right-hand sides in one pass
 _MOST = 32  # features, beyond which tiles are several times as fast
 _PAYS = 12  # features and right-hand sides together, up to which it is at least 1.5 times as fast as tiles
 _CHEAP = (3, 4)  # features and right-hand sides up to which it is faster than reading a stored matrix
+_LEAST = 512  # columns, so that a pass is not mostly beyond the last one
 _LARGE = 2**27  # pairs from which on some tens of products pay for the compilation
 
 
@@ -36,9 +37,9 @@ class Fused(Engine):
     """Products in one pass over the pairs, in registers; memory O((n + m)(p + t)).  Derivatives go by tiles.
 
     Distances are sums of squared differences, so that far rows lose nothing.  Where x1 is x2, each pair is evaluated
-    once and used twice.  Sums are in float32 for some hundred pairs, and in float64 beyond.  Up to eight right-hand
-    sides take one pass.  The functions are compiled by numba, 0.5 to 3 s for each kind: kernel, number of features,
-    class of right-hand sides.
+    once and used twice.  Sums are in the dtype of the inputs for some hundred pairs, and in float64 beyond.  Up to
+    eight right-hand sides take one pass.  The functions are compiled by numba, 0.5 to 3 s for each kind: kernel, number
+    of features, class of right-hand sides, dtype.
     """
 
     name = "fused"
@@ -46,9 +47,7 @@ class Fused(Engine):
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if not _importable():
             return "numba is not installed (python -m pip install 'sketchgp[fast]')"
-        if device.type != "cpu":
-            return f"it runs on CPUs, and the inputs are on {device}"
-        return f"it computes in float32, and the inputs are {dtype}" if dtype == torch.float64 else None
+        return None if device.type == "cpu" else f"it runs on CPUs, and the inputs are on {device}"
 
     def missing(self, pairs: Pairs) -> str | None:
         if pairs.expression is None:
@@ -60,25 +59,35 @@ class Fused(Engine):
 
     def serves(self, pairs: Pairs, columns: int = 1, stored: bool = False) -> bool:
         """Return whether products can be made and are faster, as in :meth:`pays`."""
-        pays = self.pays(pairs.expression, pairs.shape, pairs.x1.shape[-1], columns, stored)
+        pays = self.pays(pairs.expression, pairs.shape, pairs.x1.shape[-1], pairs.dtype, columns, stored)
         return pays and self.missing(pairs) is None
 
-    def pays(self, expression: Expression | None, shape: Sequence[int], d: int, columns: int, stored: bool) -> bool:
+    def pays(
+        self,
+        expression: Expression | None,
+        shape: Sequence[int],
+        d: int,
+        dtype: torch.dtype,
+        columns: int,
+        stored: bool,
+    ) -> bool:
         """Return whether products take less time than those of other engines, by their measured costs.
 
-        :param shape: of the matrix; :param d: columns of its inputs; :param columns: right-hand sides.
+        :param shape: of the matrix; :param d: columns of its inputs; :param dtype: theirs.
+        :param columns: right-hand sides.
         :param stored: whether the other way is to read a stored matrix.
         """
-        if expression is None or math.prod(shape) < _LARGE or shape[-1] < CHUNK:
+        if expression is None or math.prod(shape) < _LARGE or shape[-1] < _LEAST:
             return False
         features = features_of(expression, d)
-        if stored and (features > _CHEAP[0] or columns > _CHEAP[1] or expression.terms != ((0,),)):
-            return False
-        logarithm = any(atom.profile is RATIONAL_QUADRATIC for atom in expression.atoms)
-        return features + columns <= _PAYS and not (stored and logarithm)
+        if features + columns > _PAYS or not stored:
+            return features + columns <= _PAYS
+        quick = [GAUSS, LAPLACE] if dtype == torch.float64 else [GAUSS, LAPLACE, *MATERN.values()]
+        few = features <= _CHEAP[0] and columns <= _CHEAP[1]
+        return few and expression.terms == ((0,),) and expression.atoms[0].profile in quick
 
     def resolution(self, pairs: Pairs) -> float:
-        return torch.finfo(torch.float32).eps
+        return torch.finfo(pairs.compute_dtype).eps
 
     @torch.no_grad()
     def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
@@ -89,7 +98,7 @@ class Fused(Engine):
             return _product(pairs, pairs.prepared(), rhs)
         result = rhs.new_empty(*pairs.flat_batch, pairs.shape[-2], rhs.shape[-1])
         for b, out in enumerate(result):
-            out.copy_(_product(pairs, _item(pairs.prepared(), b), rhs[b]))
+            out.copy_(_product(pairs, pairs.prepared().converted(partial(torch.select, dim=0, index=b)), rhs[b]))
         return result
 
     def derivative(self, pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
@@ -111,22 +120,17 @@ def _importable() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def _item(prepared: Prepared, b: int) -> Prepared:
-    """Return features and coefficients of one matrix of a batch."""
-    return prepared.converted(lambda x: x[b])
-
-
 def _product(pairs: Pairs, prepared: Prepared, rhs: Tensor) -> Tensor:
     """``K rhs`` ``(n, t)`` of one matrix, for rhs ``(m, t)``."""
     assert pairs.expression is not None
     atoms, terms = pairs.expression.atoms, pairs.expression.terms
     both = list(zip(atoms, prepared.features, strict=True))
-    right = _joined([f.once("fused", partial(_packed, f.right, a, f)) for a, f in both], pairs.shape[-1])
+    right = _joined([f.once("fused", partial(_packed, f.right, a, f)) for a, f in both], pairs.shape[-1], rhs.dtype)
     left = right
     if not pairs.same:
-        left = _joined([_packed(f.left, a, f) for a, f in both], pairs.shape[-2])
+        left = _joined([_packed(f.left, a, f) for a, f in both], pairs.shape[-2], rhs.dtype)
     alphas = [0.0 if f.alpha is None else float(f.alpha) for f in prepared.features]
-    numbers = np.array([*prepared.coefficients.tolist(), *alphas], dtype=np.float32)
+    numbers = np.array([*prepared.coefficients.tolist(), *alphas], dtype=right.dtype)
     sizes = tuple((atom.profile.name, f.right.shape[-1]) for atom, f in both)
     pieces = list(cut(pairs, _SHAPE, pairs.same))
     result = rhs.new_empty(pairs.shape[-2], rhs.shape[-1])
@@ -134,7 +138,7 @@ def _product(pairs: Pairs, prepared: Prepared, rhs: Tensor) -> Tensor:
         v = rhs[:, some].mT
         width = 1 << (len(v) - 1).bit_length()  # so that few functions are compiled
         vectors = torch.nn.functional.pad(v, (0, 0, 0, width - len(v))).contiguous().numpy()
-        plan = Plan(sizes, terms, width, pairs.same)
+        plan = Plan(sizes, terms, width, pairs.same, right.dtype.name)
         sums = _summed(plan, (left, right, vectors, vectors), numbers, pieces)[: len(v)]
         result[:, some] = torch.from_numpy(sums).mT * (prepared.coefficients[0] if len(terms) == 1 else 1.0)
     return result
@@ -146,8 +150,8 @@ def _packed(x: Tensor, atom: Atom, features: Features) -> Tensor:
     return (x * factor).mT.contiguous()
 
 
-def _joined(parts: list[Tensor], rows: int) -> np.ndarray:
-    return (torch.cat(parts) if parts else torch.empty(0, rows)).numpy()
+def _joined(parts: list[Tensor], rows: int, dtype: torch.dtype) -> np.ndarray:
+    return (torch.cat(parts) if parts else torch.empty(0, rows, dtype=dtype)).numpy()
 
 
 def _summed(plan: Plan, arrays: tuple[np.ndarray, ...], numbers: np.ndarray, pieces: list[Piece]) -> np.ndarray:
@@ -162,7 +166,7 @@ def _summed(plan: Plan, arrays: tuple[np.ndarray, ...], numbers: np.ndarray, pie
     def work(number: int) -> np.ndarray:
         out = np.zeros((plan.width, arrays[0].shape[1]))
         back = out if plan.both else np.zeros((1, 1))
-        buffer = np.empty(plan.buffer, dtype=np.float32)
+        buffer = np.empty(plan.buffer, dtype=plan.dtype)
         for rows, columns, mirror in pieces[number::threads]:
             if stop.is_set():
                 break

@@ -21,22 +21,18 @@ import numpy as np
 
 from ...profiles import GAUSS, LAPLACE, LOG2E, RATIONAL_QUADRATIC, Profile
 
-CHUNK = 512  # columns in a pass of the inner loop, whose buffer stays in the first-level cache
+_BYTES = 2048  # of the columns in a pass of the inner loop, whose buffer stays in the first-level cache
 _SUMMED = 256  # rows after which sums of columns in float32 are added up in float64
 _ROWS, _WIDE = 4, 8  # rows at a time; from so many right-hand sides on half as many, for the registers
-_LEAST = 60.0  # values are 2^-60 times the scale at least: CPUs take many times as long below the normal numbers
-_EXP2, _LOG2 = 6, 10  # degrees of polynomials, which are off by less than they are rounded
+# values are at least so many powers of two below the scale: CPUs take many times as long below the normal numbers
+_LEAST = {"float32": 60.0, "float64": 500.0}
+# degrees of the polynomials of exp2 and log2, which are off by less than they are rounded
+_DEGREES = {"float32": (6, 10), "float64": (11, 22)}
 _FLAGS = {"contract", "reassoc", "nsz", "arcp"}  # NaN and infinities count
 
-# of q, which is made of features times ``unit``; u is s log2(e)
-_VALUES = {
-    "gauss": "exp2(-q)",
-    "laplace": "exp2(-q)",
-    "matern12": "exp2(-u)",
-    "matern32": "(ONE + LN2 * u) * exp2(-u)",
-    "matern52": "(ONE + LN2 * u + LN2_SQUARE_THIRD * u * u) * exp2(-u)",
-    "rational_quadratic": "exp2(-alpha{a} * log2_1p(q))",
-}
+# of q, which is made of features times ``unit``; its root is s log2(e)
+_EXPONENTS = {"gauss": "q", "laplace": "q", "rational_quadratic": "alpha{a} * log2_1p(q)"}
+_FACTORS = {"matern32": "(ONE + LN2 * u)", "matern52": "(ONE + LN2 * u + LN2_SQUARE_THIRD * u * u)"}
 
 
 def unit(profile: Profile) -> float:
@@ -50,12 +46,14 @@ class Plan:
 
     :ivar atoms: the profile of each, and its number of features; :ivar terms: as of an ``Expression``.
     :ivar width: right-hand sides; :ivar both: whether each pair counts for both of its points.
+    :ivar dtype: of the arithmetic, ``"float32"`` or ``"float64"``.
     """
 
     atoms: tuple[tuple[str, int], ...]
     terms: tuple[tuple[int, ...], ...]
     width: int
     both: bool
+    dtype: str
 
     @property
     def features(self) -> int:
@@ -65,7 +63,12 @@ class Plan:
     @property
     def buffer(self) -> int:
         """Numbers in the buffer of a thread."""
-        return CHUNK * (self.features + self.width * (1 + self.both))
+        return self.chunk * (self.features + self.width * (1 + self.both))
+
+    @property
+    def chunk(self) -> int:
+        """Columns in a pass of the inner loop."""
+        return _BYTES // np.dtype(self.dtype).itemsize
 
 
 @functools.lru_cache(maxsize=256)
@@ -75,18 +78,18 @@ def compiled(plan: Plan) -> Callable[..., None]:
     It adds the products of rows ``r0 <= i < r1`` and columns ``c0 <= j < c1`` to ``out``, and where each pair counts
     twice ``keep`` times those of the transpose to ``back``.  Features lie feature by feature, vectors column by column.
     """
-    from numba import float32, float64, int64, njit, void
+    import numba
 
-    exp2, log2_1p = _elementary()
+    real, exp2, log2_1p = np.dtype(plan.dtype).type, *_elementary(plan.dtype)
     constants = {
-        "exp2": exp2, "log2_1p": log2_1p, "sqrt": np.sqrt, "ZERO": np.float32(0), "ONE": np.float32(1),
-        "FURTHEST": np.float32(_LEAST), "LN2": np.float32(math.log(2)),
-        "LN2_SQUARE_THIRD": np.float32(math.log(2) ** 2 / 3),
+        "exp2": exp2, "log2_1p": log2_1p, "sqrt": np.sqrt, "ZERO": real(0), "ONE": real(1),
+        "FURTHEST": real(_LEAST[plan.dtype]), "LN2": real(math.log(2)), "LN2_SQUARE_THIRD": real(math.log(2) ** 2 / 3),
     }  # fmt: skip
-    singles, doubles, place = float32[:, ::1], float64[:, ::1], (int64,) * 4
-    signature = void(*(singles,) * 4, doubles, doubles, float32[::1], *place, float32, float32[::1])
+    number = getattr(numba, plan.dtype)
+    vectors, sums, place = number[:, ::1], numba.float64[:, ::1], (numba.int64,) * 4
+    signature = numba.void(*(vectors,) * 4, sums, sums, number[::1], *place, number, number[::1])
     options: dict[str, Any] = {"nogil": True, "fastmath": _FLAGS, "error_model": "numpy"}
-    return njit(signature, **options)(_defined("product", _product(plan), constants))
+    return numba.njit(signature, **options)(_defined("product", _product(plan), constants))
 
 
 def _defined(name: str, text: str, constants: dict[str, Any]) -> Callable[..., Any]:
@@ -95,42 +98,45 @@ def _defined(name: str, text: str, constants: dict[str, Any]) -> Callable[..., A
     return namespace[name]
 
 
-@functools.lru_cache(maxsize=1)
-def _elementary() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return ``exp2(x)`` and ``log2_1p(x)`` of float32 numbers, polynomials that are vectorised."""
+@functools.lru_cache(maxsize=2)
+def _elementary(dtype: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return ``2^-x`` for ``0 <= x <= _LEAST`` and ``log2(1 + x)``, polynomials that are vectorised."""
     from numba import njit
 
-    power = _interpolated(np.exp2, -0.5, 0.5, _EXP2)
+    info, degrees = np.finfo(dtype), _DEGREES[dtype]
+    real, integer = info.dtype.type, np.dtype(f"int{info.bits}").type
+    power = _interpolated(np.exp2, -0.5, 0.5, degrees[0])
     root = math.sqrt(0.5)
-    logarithm = _interpolated(lambda x: np.log1p(x) / (x * math.log(2)), root - 1, 1 / root - 1, _LOG2)
+    logarithm = _interpolated(lambda x: np.log1p(x) / (x * math.log(2)), root - 1, 1 / root - 1, degrees[1])
+    # adding the shift rounds to an integer n, which the last bits then hold
     exp2 = [
         "def exp2(x):",
-        "    x = LEAST if x < LEAST else x",
-        "    n = int32(x - HALF)",  # truncated: nearest, for a negative x
-        "    f = x - float32(n)",
-        f"    return {_horner(power)} * int32((n + BIAS) << BITS).view(float32)",
+        "    y = real(SHIFT - x)",
+        "    f = (SHIFT - y) - x",
+        f"    return {_horner(power)} * integer((y.view(integer) << BITS) + UNIT).view(real)",
     ]
     # u = 2^e m with m around 1; m - 1 is had without the rounding of u
     log2_1p = [
         "def log2_1p(x):",
         "    x = MOST if x > MOST else x",
-        "    u = float32(x + ONE)",
-        "    e = int32((u.view(int32) - ROOT) >> BITS)",
-        "    s = int32((BIAS - e) << BITS).view(float32)",
+        "    u = real(x + ONE)",
+        "    e = integer((u.view(integer) - ROOT) >> BITS)",
+        "    s = integer((BIAS - e) << BITS).view(real)",
         "    f = x * s + (s - ONE)",
-        f"    return float32(e) + f * {_horner(logarithm)}",
+        f"    return real(e) + f * {_horner(logarithm)}",
     ]
     constants = {
-        "float32": np.float32, "int32": np.int32, "ONE": np.float32(1), "HALF": np.float32(0.5),
-        "LEAST": np.float32(-_LEAST), "MOST": np.float32(2.0**120), "BIAS": np.int32(127), "BITS": np.int32(23),
-        "ROOT": np.float32(root).view(np.int32),
+        "real": real, "integer": integer, "ONE": real(1), "UNIT": real(1).view(integer), "BITS": integer(info.nmant),
+        "SHIFT": real(1.5 * 2**info.nmant), "MOST": real(2.0 ** (info.maxexp - 8)), "BIAS": integer(info.maxexp - 1),
+        "ROOT": real(root).view(integer),
     }  # fmt: skip
     compile_ = njit(fastmath={"contract"})  # the order of these operations matters
-    first, second = (
-        compile_(_defined(lines[0][4:].split("(")[0], "\n".join(lines), {**constants, **_coefficients(c)}))
-        for lines, c in ((exp2, power), (log2_1p, logarithm))
-    )
-    return first, second
+
+    def function(name: str, lines: list[str], coefficients: np.ndarray) -> Callable[..., Any]:
+        numbers = {f"P{k}": real(c) for k, c in enumerate(coefficients)}
+        return compile_(_defined(name, "\n".join(lines), constants | numbers))
+
+    return function("exp2", exp2, power), function("log2_1p", log2_1p, logarithm)
 
 
 def _interpolated(function: Callable[..., Any], low: float, high: float, degree: int) -> np.ndarray:
@@ -144,26 +150,22 @@ def _horner(coefficients: np.ndarray) -> str:
     return functools.reduce(lambda text, k: f"({text} * f + P{k})", range(last - 1, -1, -1), f"P{last}")
 
 
-def _coefficients(values: np.ndarray) -> dict[str, np.float32]:
-    return {f"P{k}": np.float32(value) for k, value in enumerate(values)}
-
-
 def _product(plan: Plan) -> str:
     p, t, rows = plan.features, plan.width, range(_ROWS // 2 if plan.width >= _WIDE else _ROWS)
-    back = (p + t) * CHUNK
+    back = (p + t) * plan.chunk
     lines = ["def product(left, right, rhs, lhs, out, back, numbers, r0, r1, c0, c1, keep, buffer):"]
     lines += [f"    f{i} = numbers[{i}]" for i in range(len(plan.terms))]
     lines += [f"    alpha{a} = numbers[{len(plan.terms) + a}]" for a in range(len(plan.atoms))]
-    lines += [f"    for c in range(c0, c1, {CHUNK}):", f"        m = min({CHUNK}, c1 - c)"]
+    lines += [f"    for c in range(c0, c1, {plan.chunk}):", f"        m = min({plan.chunk}, c1 - c)"]
     for source, count, first in (("right", p, 0), ("rhs", t, p)):
         lines += [
             f"        for k in range({count}):",
-            f"            for j in range(m): buffer[({first} + k) * {CHUNK} + j] = {source}[k, c + j]",
-            f"            for j in range(m, {CHUNK}): buffer[({first} + k) * {CHUNK} + j] = ZERO",
+            f"            for j in range(m): buffer[({first} + k) * {plan.chunk} + j] = {source}[k, c + j]",
+            f"            for j in range(m, {plan.chunk}): buffer[({first} + k) * {plan.chunk} + j] = ZERO",
         ]
     lines += [f"        for h in range(r0, r1, {_SUMMED}):", f"            last = min(h + {_SUMMED}, r1)"]
     if plan.both:
-        lines += [f"            for j in range({t * CHUNK}): buffer[{back} + j] = ZERO"]
+        lines += [f"            for j in range({t * plan.chunk}): buffer[{back} + j] = ZERO"]
     lines += [f"            for i in range(h, last, {len(rows)}):"]
     for r in rows:
         lines += [f"                i{r} = min(i + {r}, last - 1)"]
@@ -172,21 +174,21 @@ def _product(plan: Plan) -> str:
         if plan.both:  # a row beyond the last one counts 0 times
             lines += [f"                on{r} = keep if i + {r} < last else ZERO"]
             lines += [f"                w{k}_{r} = lhs[{k}, i{r}] * on{r}" for k in range(t)]
-    lines += [f"                for j in range({CHUNK}):"]
-    lines += [f"                    z{k} = buffer[{k * CHUNK} + j]" for k in range(p)]
+    lines += [f"                for j in range({plan.chunk}):"]
+    lines += [f"                    z{k} = buffer[{k * plan.chunk} + j]" for k in range(p)]
     for r in rows:
         lines += [f"                    {line}" for line in _entry(plan, r)]
-        lines += [f"                    s{k}_{r} += k{r} * buffer[{(p + k) * CHUNK} + j]" for k in range(t)]
+        lines += [f"                    s{k}_{r} += k{r} * buffer[{(p + k) * plan.chunk} + j]" for k in range(t)]
     if plan.both:
         sums = [" + ".join(f"k{r} * w{k}_{r}" for r in rows) for k in range(t)]
-        lines += [f"                    buffer[{back + k * CHUNK} + j] += {total}" for k, total in enumerate(sums)]
+        lines += [f"                    buffer[{back + k * plan.chunk} + j] += {total}" for k, total in enumerate(sums)]
     for r in rows:
         lines += [f"                if i + {r} < last:"]
         lines += [f"                    out[{k}, i{r}] += s{k}_{r}" for k in range(t)]
     if plan.both:
         lines += [
             f"            for k in range({t}):",
-            f"                for j in range(m): back[k, c + j] += buffer[{back} + k * {CHUNK} + j]",
+            f"                for j in range(m): back[k, c + j] += buffer[{back} + k * {plan.chunk} + j]",
         ]
     return "\n".join(lines)
 
@@ -198,9 +200,8 @@ def _entry(plan: Plan, r: int) -> list[str]:
         lines += ["q = ZERO"]
         for k in range(first, first + size):
             lines += [f"e = a{k}_{r} - z{k}", f"q += {'abs(e)' if profile == LAPLACE.name else 'e * e'}"]
-        if profile.startswith("matern"):
-            lines += ["u = sqrt(q)", "u = FURTHEST if u > FURTHEST else u"]
-        lines += [f"v{a} = {_VALUES[profile].format(a=a)}"]
+        lines += [f"u = {_EXPONENTS.get(profile, 'sqrt(q)').format(a=a)}", "u = FURTHEST if u > FURTHEST else u"]
+        lines += [f"v{a} = {_FACTORS.get(profile, 'ONE')} * exp2(u)"]
         first += size
     products = [" * ".join(f"v{a}" for a in term) for term in plan.terms]
     if len(products) == 1:  # its coefficient is put into the result
