@@ -197,7 +197,12 @@ def test_the_citation_has_the_version():
     assert f"\nversion: {sketchgp.__version__}\n" in text
 
 
+METHOD = ["What it computes", "When to take it", "Cost", "Options", "In numbers"]
+OF_ALL_ITERATIVE_SOLVERS = {"max_seconds", "checkpoint", "every"}
+
+
 def test_every_method_has_a_page():
+    """Pages of methods have the same headings, and name the arguments of the class with their defaults."""
     solvers, preconditioners = sketchgp.solvers, sketchgp.preconditioners
     methods = {kind.__name__ for kind in (*solvers.FULL_SOLVERS, *solvers.INDUCING_POINT_SOLVERS)}
     methods |= {"DoublyStochastic"}
@@ -207,7 +212,16 @@ def test_every_method_has_a_page():
         if page.stem == "index":
             continue
         text = page.read_text(encoding="utf-8")
-        signed += re.findall(r"^Signature: {py:class}`sketchgp\.(\w+)`\.$", text, flags=re.MULTILINE)
-        for part in ("Mathematics", "Cost", "When it wins, when it fails", "Use"):
-            assert f"\n## {part}\n" in text, f"{page.name} lacks the part {part!r}"
+        assert re.findall(r"^## (.+)$", text, flags=re.MULTILINE) == METHOD, page.name
+        (name,) = re.findall(r"^Signature: {py:class}`sketchgp\.(\w+)`\.$", text, flags=re.MULTILINE)
+        signed.append(name)
+        options = text[text.index("\n## Options\n") : text.index("\n## In numbers\n")]
+        rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (?:`(.+?)` )?\|", options, flags=re.MULTILINE)
+        parameters = inspect.signature(getattr(sketchgp, name)).parameters
+        listed = {argument: default for row, default in rows for argument in re.findall(r"\w+", row)}
+        assert set(listed) == set(parameters) - OF_ALL_ITERATIVE_SOLVERS, page.name
+        assert ("checkpoint" in parameters) == all(f"`{word}`" in options for word in OF_ALL_ITERATIVE_SOLVERS)
+        for argument, default in listed.items():
+            given = parameters[argument].default
+            assert default == "" or ast.literal_eval(default) == given, f"{page.name}: {argument}"
     assert sorted(signed) == sorted(methods)
