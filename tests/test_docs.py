@@ -192,9 +192,15 @@ def test_the_tutorial_prints_what_it_printed():
     assert [block.splitlines() for block in shown] == [lines for lines in kept if lines]
 
 
-def test_the_citation_has_the_version():
+def test_the_citation_and_the_changelog_have_the_version():
     text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {sketchgp.__version__}\n" in text
+    (date,) = re.findall(r"^date-released: (\S+)$", text, flags=re.MULTILINE)
+    released = re.findall(r"^## \[(\d\S+)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.M)
+    assert released[0] == (sketchgp.__version__, date)
+    page = (ROOT / "docs" / "citing.md").read_text(encoding="utf-8")
+    papers = re.findall(r"arxiv\.org/abs/([\d.]+)", text)
+    assert len(papers) > 10 and all(f"arXiv:{paper}" in page for paper in papers)
 
 
 METHOD = ["What it computes", "When to take it", "Cost", "Options", "In numbers"]

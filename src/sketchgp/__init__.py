@@ -46,7 +46,7 @@ from .solvers import (
 if TYPE_CHECKING:
     from .saved_model import load_model
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "KRILL",
