@@ -107,7 +107,7 @@ class Grid:
 
     @property
     def points(self) -> int:
-        """Points of all grids that a product with a vector transforms, and transforms back."""
+        """Points of all grids that a product with a vector transforms, and transforms back, at the most."""
         return math.prod(self.padded) * len(self.powers)
 
     def batches(self, columns: int) -> Iterator[slice]:
