@@ -157,9 +157,8 @@ def _verdict(rows: Sequence[Row], tests: int, unit: float) -> str:
     """
     lines = [f"The same model from the same {rows[0].n:,} diamonds, for the prices of {tests:,} others:"]
     for row in rows:
-        off = 100 * (row.rmse or 0.0) * unit
         work = f"{row.iterations or 0:>3} iterations, {row.mean_seconds:.1f} s, true residual {row.residual:.1e}"
-        lines.append(f"  {row.what:<19}  {work}, prices {off:.1f}% off, NLL {row.nll:.1f}")
+        lines.append(f"  {row.what:<19}  {work}, prices {(row.rmse or 0) * unit:.1%} off, NLL {row.nll:.1f}")
     return "\n".join(lines)
 
 
@@ -191,8 +190,7 @@ def _draw(
     figure.legend(
         axes[0].get_legend_handles_labels()[0], names, loc="outside lower left", ncols=2, frameon=False, fontsize=9.5
     )
-    noise = model.likelihood.noise.item()
-    title = f"diamonds, log(price), Matern-5/2 ARD, noise {noise:.1e}: solving for the posterior mean"
+    title = f"diamonds, log(price), Matern-5/2 ARD, noise {model.likelihood.noise.item():.1e}: solves for the mean"
     figure.suptitle(f"{title}; ring: true residual at the end", fontsize=12, x=0.012, ha="left")
     with picture.open("wb") as file:
         figure.savefig(file, format="png")

@@ -66,9 +66,11 @@ class Learner:
 
     def grow(self, pairs: int = 0, columns: int = 0) -> None:
         """Take in more pairs or columns, 0 so far, where there are fewer."""
-        missing = (0, max(0, columns - self.columns), 0, 0, 0, max(0, pairs - len(self.coefficients)))
-        if any(missing):
-            self.coefficients, self.average = (pad(t, missing) for t in (self.coefficients, self.average))
+        size = max(pairs, len(self.coefficients)), 2, max(columns, self.columns)
+        missing = (0, size[2] - self.columns, 0, 0, 0, size[0] - len(self.coefficients))
+        if any(missing):  # early versions of torch do not pad what has no columns
+            old = self.coefficients, self.average
+            self.coefficients, self.average = (pad(t, missing) if t.numel() else t.new_zeros(size) for t in old)
 
     def all_columns(self, targets: Tensor, x: Tensor, numbers: Callable[[], Tensor]) -> Tensor:
         """Append further columns to targets ``(b, t)``, and make f as wide; each rank has those of its rows, and zeros.
