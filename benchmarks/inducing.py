@@ -50,11 +50,8 @@ class Plain(NormalEquationsSolver):
     def preconditioner(self, matrix: Any, targets: Tensor) -> None:
         return None
 
-    def _describe(self, problem: InducingPointProblem) -> str:
-        return "none"
-
-    def _remedy(self, problem: InducingPointProblem) -> str:
-        return ""
+    def _words(self, problem: InducingPointProblem) -> tuple[str, str]:
+        return "none", ""
 
 
 def solvers(tolerance: float, iterations: int) -> dict[str, Any]:
