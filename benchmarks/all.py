@@ -26,7 +26,7 @@ ORDER = [
     "full_scale", "testbed", "few_rows", "variances", "matvec", "certificates", "variance_errors", "leave_one_out",
     "command_line", "threshold", "mll_gradient", "taxi", "eigenpro", "inducing", "doubly_stochastic", "sketchysaga",
     "acquisition", "fit_units", "lean", "acceleration", "ablation", "optimum", "centers", "augmentation",
-    "noise_pivots", "sketchysaga_rho", "scaling", "shares", "faults", "projection", "properties", "compiled",
+    "noise_pivots", "sketchysaga_rho", "paper_figures", "scaling", "shares", "faults", "projection", "properties", "compiled",
 ]  # fmt: skip
 # Scripts with their options, where one of the same name is not all that fills a JSON.
 RUNS = {name: [name] for name in ORDER} | {

@@ -53,6 +53,7 @@ OLD = {
     "near_and_far",
     "noise_pivots",
     "optimum",
+    "paper_figures",
     "projection",
     "properties",
     "scaling",
