@@ -24,15 +24,17 @@ from common import RESULTS, measured_of, read_json, sources, table
 ORDER = [
     "kin40k", "maps", "fused", "testbed_defaults", "hyperparameters", "automatic", "lattice", "near_and_far",
     "full_scale", "testbed", "few_rows", "variances", "matvec", "certificates", "variance_errors", "leave_one_out",
-    "command_line", "threshold", "mll_gradient", "taxi", "eigenpro", "inducing", "doubly_stochastic", "sketchysaga",
-    "acquisition", "fit_units", "lean", "acceleration", "ablation", "optimum", "centers", "augmentation",
-    "noise_pivots", "sketchysaga_rho", "paper_figures", "scaling", "shares", "faults", "projection", "properties", "compiled",
+    "command_line", "threshold", "mll_gradient", "taxi", "taxi_million", "eigenpro", "inducing",
+    "doubly_stochastic", "sketchysaga", "acquisition", "fit_units", "lean", "acceleration", "ablation", "optimum",
+    "centers", "augmentation", "noise_pivots", "sketchysaga_rho", "paper_figures", "scaling", "shares", "faults",
+    "projection", "properties", "compiled",
 ]  # fmt: skip
 # Scripts with their options, where one of the same name is not all that fills a JSON.
 RUNS = {name: [name] for name in ORDER} | {
     "testbed_defaults": ["testbed --defaults"],
     "hyperparameters": ["hyperparameters --rows 4000", "hyperparameters"],
     "variances": ["variances --large"],
+    "taxi_million": ["taxi --million"],
     "matvec": ["matvec", "matvec --memory"],
 }
 CORES = {"scaling": 2, "faults": 2}  # they measure several processes; all others get one core

@@ -70,6 +70,8 @@ def results_table(results: dict[str, Any]) -> str:
 
 
 def report(results: dict[str, Any]) -> str:
+    if "inputs" in results["problem"]:
+        return report_million(results)
     sizes, found = results["problem"], results["hyperparameters"]
     loads = [run["load_before"] for run in results["runs"].values() if run["load_before"] is not None]
     lines = [
@@ -102,8 +104,29 @@ def report(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def report_million(results: dict[str, Any]) -> str:
+    """Return the table of what ``--million`` measures."""
+    sizes, rows = results["problem"], []
+    for label, run in results["runs"].items():
+        last = run["course"][-1]
+        rows.append([label, run["described"], number(last["processor_seconds"]), number(last["passes"]),
+                     number(last["residual"], 2), number(last.get("rmse"), 4), number(run["with_true_residual"]),
+                     number(run["true_residual"], 2), number(run["peak_memory_mb"])])  # fmt: skip
+    header = ["rows", "solver", "processor s", "passes", "estimated residual", "test RMSE", "with true residual, s",
+              "true residual", "peak memory, MB"]  # fmt: skip
+    return "\n".join([
+        "# ASkotch by processor seconds", "", describe(results["machine"]), "",
+        f"One thread, float32. Trips: the problem of `taxi.json`, until the test RMSE is {sizes['rmse']:g}. Uniform: "
+        f"{sizes['inputs']} inputs in the unit cube, {sizes['kernel']}, lengthscale {sizes['lengthscale']:g}, noise "
+        f"{sizes['noise']:g}, until the estimated residual is {sizes['residual']:g}; at most {sizes['seconds']:,.0f} "
+        "s.", "", table(header, rows), "",
+    ])  # fmt: skip
+
+
 def picture(results: dict[str, Any], path: Path) -> None:
     """Test error against seconds: a curve a solver, a staircase and a mark a model for the inducing points."""
+    if "inputs" in results["problem"]:
+        return
     import matplotlib
 
     matplotlib.use("Agg")
