@@ -239,15 +239,18 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch):
     with sketchgp.settings.memory_budget(1):
         assert choose(large(RBFKernel(), 8).pairs, 4) is FUSED
         assert choose(large(RBFKernel(), 8).pairs, 5) is TILED
-    rows = large(RBFKernel(), 8).by("tiled")  # which the library named, and may replace
-    assert choose(rows.pairs, 4) is FUSED
+    named = large(RBFKernel(), 8).by("fused")  # by the library, which may replace it
+    assert choose(named.pairs, 4) is FUSED
     assert choose(large(RBFKernel(), 8, engine="tiled").pairs, 4) is TILED
-    assert choose(rows.rows(torch.arange(100)).by("fused").pairs, 4) is TILED
-    ((_, accurate),) = accurate_terms(large(RBFKernel(), 8))
+    for count, engine in ((100, TILED), (1000, FUSED)):  # by the size of all rows, which follow one another
+        assert choose(named.rows(torch.arange(count)).pairs, 4) is engine
+    ((_, accurate),) = accurate_terms(large(RBFKernel(), 8))  # for a check, which is one product
     assert accurate.dtype == torch.float64
+    assert choose(accurate.pairs) is TILED
+    monkeypatch.setattr(module, "_ONCE", 1)
     assert choose(accurate.pairs) is FUSED
     monkeypatch.setattr(module, "_importable", lambda: False)
-    assert choose(rows.pairs, 4) is choose(accurate.pairs) is TILED
+    assert choose(named.pairs, 4) is choose(accurate.pairs) is TILED
     assert [choose(matrix.pairs, columns) for matrix, columns, _ in cases[:1] + cases[4:5]] == [DENSE, TILED]
     with pytest.raises(InputError, match=r"numba is not installed \(python -m pip install 'sketchgp\[fast\]'\)"):
         KernelMatrix.of(RBFKernel(), other, engine="fused")

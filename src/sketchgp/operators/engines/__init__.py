@@ -185,7 +185,7 @@ def preview_engine(
     if fused is None and there:
         fused = TRITON.absent(torch.device(device), dtype)
     fits = size <= budget
-    pays = FUSED.pays(expression, (n, n), d, dtype, columns, fits and square)
+    pays = FUSED.pays(expression, n * n, d, dtype, columns, fits and square)
     one_pass = pays and FUSED.absent(torch.device(device), dtype) is None
     engine, reason = automatic(device, square, fits, fused, one_pass)
     words = f"{str(dtype).removeprefix('torch.')} on {device} with {in_words(free)} free{' (as given)' * given}"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 
@@ -30,7 +28,9 @@ _MOST = 32  # features, beyond which tiles are several times as fast
 _PAYS = 12  # features and right-hand sides together, up to which it is at least 1.5 times as fast as tiles
 _CHEAP = (3, 4)  # features and right-hand sides up to which it is faster than reading a stored matrix
 _LEAST = 512  # columns, so that a pass is not mostly beyond the last one
+_SMALL = 2**22  # pairs below which a product takes a few milliseconds, whatever the engine
 _LARGE = 2**27  # pairs from which on some tens of products pay for the compilation
+_ONCE = 16  # times as many for one or two products: checks, for which the library names tiles
 
 
 class Fused(Engine):
@@ -59,25 +59,24 @@ class Fused(Engine):
 
     def serves(self, pairs: Pairs, columns: int = 1, stored: bool = False) -> bool:
         """Return whether products can be made and are faster, as in :meth:`pays`."""
-        pays = self.pays(pairs.expression, pairs.shape, pairs.x1.shape[-1], pairs.dtype, columns, stored)
-        return pays and self.missing(pairs) is None
+        whole = pairs
+        while whole.whole is not None:  # its parts are multiplied one after the other
+            whole = whole.whole[0]
+        size = whole.shape.numel() if pairs.engine != _TILED.name else whole.shape.numel() // _ONCE
+        if pairs.shape[-1] < _LEAST or pairs.shape.numel() < _SMALL or self.missing(pairs) is not None:
+            return False
+        return self.pays(pairs.expression, size, pairs.x1.shape[-1], pairs.dtype, columns, stored)
 
     def pays(
-        self,
-        expression: Expression | None,
-        shape: Sequence[int],
-        d: int,
-        dtype: torch.dtype,
-        columns: int,
-        stored: bool,
+        self, expression: Expression | None, size: int, d: int, dtype: torch.dtype, columns: int, stored: bool
     ) -> bool:
         """Return whether products take less time than those of other engines, by their measured costs.
 
-        :param shape: of the matrix; :param d: columns of its inputs; :param dtype: theirs.
+        :param size: pairs of the matrix; :param d: columns of its inputs; :param dtype: theirs.
         :param columns: right-hand sides.
         :param stored: whether the other way is to read a stored matrix.
         """
-        if expression is None or math.prod(shape) < _LARGE or shape[-1] < _LEAST:
+        if expression is None or size < _LARGE:
             return False
         features = features_of(expression, d)
         if features + columns > _PAYS or not stored:
@@ -96,10 +95,8 @@ class Fused(Engine):
             return near.back(self.product(near.pairs, rhs.index_select(-2, near.right)))
         if not pairs.flat_batch:
             return _product(pairs, pairs.prepared(), rhs)
-        result = rhs.new_empty(*pairs.flat_batch, pairs.shape[-2], rhs.shape[-1])
-        for b, out in enumerate(result):
-            out.copy_(_product(pairs, pairs.prepared().converted(partial(torch.select, dim=0, index=b)), rhs[b]))
-        return result
+        items = (pairs.prepared().converted(partial(torch.select, dim=0, index=b)) for b in range(len(rhs)))
+        return torch.stack([_product(pairs, item, v) for item, v in zip(items, rhs, strict=True)])
 
     def derivative(self, pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
         return _TILED.derivative(pairs, left, right)
@@ -126,9 +123,7 @@ def _product(pairs: Pairs, prepared: Prepared, rhs: Tensor) -> Tensor:
     atoms, terms = pairs.expression.atoms, pairs.expression.terms
     both = list(zip(atoms, prepared.features, strict=True))
     right = _joined([f.once("fused", partial(_packed, f.right, a, f)) for a, f in both], pairs.shape[-1], rhs.dtype)
-    left = right
-    if not pairs.same:
-        left = _joined([_packed(f.left, a, f) for a, f in both], pairs.shape[-2], rhs.dtype)
+    left = right if pairs.same else _joined([_packed(f.left, a, f) for a, f in both], pairs.shape[-2], rhs.dtype)
     alphas = [0.0 if f.alpha is None else float(f.alpha) for f in prepared.features]
     numbers = np.array([*prepared.coefficients.tolist(), *alphas], dtype=right.dtype)
     sizes = tuple((atom.profile.name, f.right.shape[-1]) for atom, f in both)
