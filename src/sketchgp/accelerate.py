@@ -70,12 +70,12 @@ def accelerate(
         likelihood); but :func:`fit` has the gradients of the marginal likelihood from samples that ASkotch, Skotch,
         EigenPro 2 or your own solves for, with no factor of a preconditioner.
     :param matmul: how the kernel matrix is multiplied, in training and prediction.  ``"dense"`` stores it for each
-        solve; ``"tiled"`` never does, nor does ``"fused"``, in one pass on CPUs (with numba), nor
-        ``"triton"``, by fused kernels on CUDA, nor ``"lattice"``, by fast Fourier transforms for inputs on a regular
-        lattice, with gaps, and by tiles for others; nor ``"near_and_far"``, by non-uniform transforms for one to three
-        features, to a tolerance; ``"auto"`` takes the last two where they
-        are faster (of float64 inputs ``"lattice"`` alone), else ``"fused"`` where that is, else stores the matrix where
-        it fits the memory budget, else takes the fastest that applies; ``"gpytorch"`` leaves the products to GPyTorch.
+        solve, and ``"tiled"`` never does.  ``"fused"`` takes one pass on a CPU (with numba), ``"triton"`` on CUDA.
+        ``"lattice"`` takes fast Fourier transforms for inputs on a regular lattice, with gaps, and tiles for other
+        inputs; ``"near_and_far"`` takes non-uniform ones for one to three features, to a tolerance.  ``"auto"`` takes
+        transforms where they are faster (of float64 inputs on a lattice alone), else ``"fused"`` where that is, else
+        stores the matrix where it fits the memory budget, else takes the fastest that applies.  ``"gpytorch"`` leaves
+        the products to GPyTorch.
         (An elementwise product of two covariances made in ``forward`` is stored wherever it fits.)
     :param matmul_precision: of the products with ``matmul="triton"``: ``"float32"`` or ``"tf32"``.
         Whatever it is, residuals are checked in float64 arithmetic.
