@@ -225,7 +225,7 @@ def machine(*more: str) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "system": platform.system(),
-        "versions": {name: _version(name) for name in packages},
+        "versions": {name: _version(name) for name in packages} | {"sketchgp": sources().split("+")[0]},
         "sources": sources(),
         "date": now(),
     }
