@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -134,6 +135,18 @@ def high_water_mb() -> float | None:
     ``getrusage`` may count what the parent held when it started this one; Linux' own account does not.
     """
     return _status_mb("VmHWM") or peak_memory_mb()
+
+
+def limit_process(seconds: int, gigabytes: int) -> None:
+    """End this process after so many processor seconds, saying so; it cannot allocate more than so many gigabytes."""
+    import resource
+
+    def too_long(number: int, frame: Any) -> None:
+        raise SystemExit(f"more than {seconds:,} processor seconds")
+
+    signal.signal(signal.SIGXCPU, too_long)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, 2 * seconds))  # the second where a compiled loop hears no signal
+    resource.setrlimit(resource.RLIMIT_DATA, (gigabytes * 2**30,) * 2)
 
 
 def in_new_process(script: Path, task: dict[str, Any], data: Path, limit: float | None = None) -> dict[str, Any]:
