@@ -33,7 +33,7 @@ VARIABLE = "TRITON_INTERPRET"  # read when Triton's own functions are defined, s
 _before = os.environ.get(VARIABLE)
 if not CUDA:
     os.environ[VARIABLE] = "1"
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", minversion="3.2")  # the oldest that the engine takes
 import triton.language as tl  # noqa: E402
 
 from sketchgp.operators.engines.triton import kernels, launch  # noqa: E402, F401

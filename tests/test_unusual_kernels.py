@@ -170,6 +170,7 @@ def test_keops_kernels_are_those_they_stand_for(name):
 
 
 def test_keops_kernels_in_a_users_kernel_and_twice():
+    pytest.importorskip("pykeops")
     part = keops.RBFKernel()
     kernel = (ScaleKernel(part * part) + keops.MaternKernel(active_dims=(0,))).double()
     x = points(30)

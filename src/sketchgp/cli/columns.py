@@ -256,7 +256,7 @@ class _Column:
         if kinds["missing"] and name not in rules.may_lack:
             faults.append(
                 f"lacks a value: {self.where(kinds['missing'])}; fill it in, remove the row, or set the option missing "
-                f"to drop or mean (--missing drop){', or name the marks with --missing-marks' * rules.fitting}"
+                f"to drop or mean{' (--missing drop), or name the marks with --missing-marks' * rules.fitting}"
             )
         return faults
 
