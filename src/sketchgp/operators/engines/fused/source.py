@@ -24,10 +24,11 @@ from ...profiles import GAUSS, LAPLACE, LOG2E, RATIONAL_QUADRATIC, Profile
 _BYTES = 2048  # of the columns in a pass of the inner loop, whose buffer stays in the first-level cache
 _SUMMED = 256  # rows after which sums of columns in float32 are added up in float64
 _ROWS, _WIDE = 4, 8  # rows at a time; from so many right-hand sides on half as many, for the registers
+_NARROW = 4  # features up to which half as many are as fast with one right-hand side, and compiled sooner
 # values are at least so many powers of two below the scale: CPUs take many times as long below the normal numbers
 _LEAST = {"float32": 60.0, "float64": 500.0}
 # degrees of the polynomials of exp2 and log2, which are off by less than they are rounded
-_DEGREES = {"float32": (6, 10), "float64": (11, 22)}
+_DEGREES = {"float32": (6, 8), "float64": (11, 22)}
 _FLAGS = {"contract", "reassoc", "nsz", "arcp"}  # NaN and infinities count
 
 # of q, which is made of features times ``unit``; its root is s log2(e)
@@ -120,7 +121,7 @@ def _elementary(dtype: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         "def log2_1p(x):",
         "    x = MOST if x > MOST else x",
         "    u = real(x + ONE)",
-        "    e = integer((u.view(integer) - ROOT) >> BITS)",
+        "    e = integer(integer(u.view(integer) - ROOT) >> BITS)",
         "    s = integer((BIAS - e) << BITS).view(real)",
         "    f = x * s + (s - ONE)",
         f"    return real(e) + f * {_horner(logarithm)}",
@@ -151,7 +152,8 @@ def _horner(coefficients: np.ndarray) -> str:
 
 
 def _product(plan: Plan) -> str:
-    p, t, rows = plan.features, plan.width, range(_ROWS // 2 if plan.width >= _WIDE else _ROWS)
+    p, t = plan.features, plan.width
+    rows = range(_ROWS // 2 if t >= _WIDE or (t == 1 and p <= _NARROW) else _ROWS)
     back = (p + t) * plan.chunk
     lines = ["def product(left, right, rhs, lhs, out, back, numbers, r0, r1, c0, c1, keep, buffer):"]
     lines += [f"    f{i} = numbers[{i}]" for i in range(len(plan.terms))]
