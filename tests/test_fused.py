@@ -20,9 +20,10 @@ from gp_models import Plain
 from problems import normal, points, relative
 from sketchgp import InputError
 from sketchgp.operators import KernelMatrix, preview_engine, products
-from sketchgp.operators.access import accurate_terms
+from sketchgp.operators.access import Access, accurate_terms
 from sketchgp.operators.engines import DENSE, FUSED, NEAR_AND_FAR, TILED, choose, self_check
 from sketchgp.operators.engines import fused as module
+from sketchgp.preconditioners.rank import Costs
 from test_far_rows import KERNELS as WITH_FAR_ROWS
 from test_far_rows import exactly, sides
 from test_fast_tiles import make, reference
@@ -254,6 +255,14 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch):
     assert [choose(matrix.pairs, columns) for matrix, columns, _ in cases[:1] + cases[4:5]] == [DENSE, TILED]
     with pytest.raises(InputError, match=r"numba is not installed \(python -m pip install 'sketchgp\[fast\]'\)"):
         KernelMatrix.of(RBFKernel(), other, engine="fused")
+
+
+def test_a_product_counts_less_where_a_rank_is_chosen():
+    x = points(50, dtype=torch.float32)
+    fused, tiled = (
+        Costs(Access(KernelMatrix.of(make("rbf").float(), x, engine=e))).product for e in ("fused", "tiled")
+    )
+    assert 0.2 * tiled < fused < 0.5 * tiled
 
 
 def test_a_compiler_that_fails_gives_way_to_tiles_with_one_warning(monkeypatch):

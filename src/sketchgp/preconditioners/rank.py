@@ -14,7 +14,7 @@ import torch
 from ..devices import float64_cost
 from ..operators import KernelMatrix
 from ..operators.access import Access, terms
-from ..operators.engines import DENSE, LATTICE, NEAR_AND_FAR, TILED, choose
+from ..operators.engines import DENSE, FUSED, LATTICE, NEAR_AND_FAR, TILED, choose
 from ..operators.nearby import nearby
 
 _NEGLIGIBLE = 0.01  # of sum(residual / noise), below which the matrix is its diagonal to the probes, too
@@ -63,6 +63,7 @@ _OTHER = Prices(
 _PASSES = {"gauss": 1, "matern32": 2, "matern52": 2, "rational_quadratic": 3, "matern12": 4, "laplace": 4}
 _GENERIC = 3  # passes of a kernel without fast tiles
 _BATCHED = 6.0  # of an operation of a large product: two in a batch of small ones, each three times as slow
+_ONE_PASS = 0.35  # of the time of tiles: 0.2 to 0.45 with two to eight features
 _NEAR = 0.3  # of the iterations that regressions on neighbours leave: 0.04 to 0.6 on eight data sets
 
 
@@ -125,11 +126,11 @@ class Costs:
 
 
 def _share(part: Any) -> float:
-    """Return the share of all pairs of points that a product evaluates; several ranks share out all of them."""
-    if not isinstance(part, KernelMatrix) or choose(part.pairs) is not TILED or part.pairs.ranks() is not None:
-        return 1.0
-    near = nearby(part.pairs)
-    return 1.0 if near is None else near.share
+    """Return the time of a product over that by tiles of all pairs of points; several ranks share out all of them."""
+    engine = choose(part.pairs) if isinstance(part, KernelMatrix) else None
+    share = _ONE_PASS if engine is FUSED else 1.0
+    near = nearby(part.pairs) if engine in (FUSED, TILED) and part.pairs.ranks() is None else None
+    return share if near is None else share * near.share
 
 
 class RankByCost:
