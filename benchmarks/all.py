@@ -22,7 +22,7 @@ from common import RESULTS, measured_of, read_json, sources, table
 
 # Names of the JSON files, in order of importance: first what README.md, the front page and docs/deciding.md claim.
 ORDER = [
-    "kin40k", "maps", "fused", "testbed_defaults", "hyperparameters", "automatic", "lattice", "near_and_far",
+    "kin40k", "maps", "tables", "fused", "testbed_defaults", "hyperparameters", "automatic", "lattice", "near_and_far",
     "full_scale", "testbed", "few_rows", "variances", "matvec", "certificates", "variance_errors", "leave_one_out",
     "command_line", "threshold", "mll_gradient", "taxi", "taxi_million", "eigenpro", "inducing",
     "doubly_stochastic", "sketchysaga", "acquisition", "fit_units", "lean", "acceleration", "ablation", "optimum",

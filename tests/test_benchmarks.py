@@ -60,6 +60,7 @@ OLD = {
     "shares",
     "sketchysaga",
     "sketchysaga_rho",
+    "tables",
     "taxi",
     "testbed",
     "testbed_defaults",
