@@ -1,11 +1,11 @@
 """Products by the engine ``"fused"`` and by tiles, which take turns, on one thread of a CPU.
 
-Uniform points in a cube, float32, lengthscales of half of its diagonal over the root of three.  Pairs of points per
+Uniform points in a cube, lengthscales of half of its diagonal over the root of three.  Pairs of points per
 processor second: rectangular matrices, and square ones, of which both engines use each pair twice.  Errors: root mean
-square of a product with one column, over what the product of absolute values is.  Compiling: the first product of a
+square of a product with one column, over what the product of absolute values is (of float64 products, the difference from tiles).  Compiling: the first product of a
 kind less a later one, processor seconds.
 
-    python benchmarks/fused.py            # three minutes on one core; resumes
+    python benchmarks/fused.py            # four minutes on one core; resumes
     python benchmarks/fused.py --quick    # a tenth of the points
     python benchmarks/fused.py --report   # the table again, nothing measured
 """
@@ -20,10 +20,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpytorch.kernels import Kernel, MaternKernel, RBFKernel, RQKernel
+from gpytorch.kernels import Kernel, MaternKernel, PeriodicKernel, RBFKernel, RQKernel
 
 from common import describe, number, table
 from runner import Benchmark, Group
+from sketchgp.kernels import LaplaceKernel
 from sketchgp.operators import KernelMatrix
 
 KERNELS: dict[str, Any] = {
@@ -32,9 +33,11 @@ KERNELS: dict[str, Any] = {
     "matern32": partial(MaternKernel, nu=1.5),
     "matern52": partial(MaternKernel, nu=2.5),
     "rq": RQKernel,
+    "laplace": LaplaceKernel,
+    "periodic": PeriodicKernel,
 }
-FEATURES, MOST = (1, 2, 3, 8, 20), ("rbf", "matern32")  # kernels that all numbers of features are measured with
-COLUMNS, TURNS, ROWS, QUICK = (1, 4, 8), 5, 10_000, 1000
+MOST = ("rbf", "matern32")  # kernels that are measured with more columns, with 20 features, and in float64
+FEATURES, COLUMNS, TURNS, ROWS, QUICK = (2, 3, 8), (4, 8), 5, 10_000, 1000
 
 
 def kernel_of(name: str, d: int) -> Kernel:
@@ -43,10 +46,10 @@ def kernel_of(name: str, d: int) -> Kernel:
     return kernel
 
 
-def load(name: str, d: int, rows: int) -> tuple[Kernel, torch.Tensor, torch.Tensor]:
-    stream = torch.Generator().manual_seed(0)
-    x, z = (torch.rand(rows, d, generator=stream) for _ in range(2))
-    return kernel_of(name, d), x, z
+def load(name: str, d: int, dtype: str, rows: int) -> tuple[Kernel, torch.Tensor, torch.Tensor]:
+    stream, real = torch.Generator().manual_seed(0), getattr(torch, dtype)
+    x, z = (torch.rand(rows, d, generator=stream, dtype=real) for _ in range(2))
+    return kernel_of(name, d).to(real), x, z
 
 
 def seconds(matrix: KernelMatrix, vectors: torch.Tensor) -> float:
@@ -58,7 +61,7 @@ def seconds(matrix: KernelMatrix, vectors: torch.Tensor) -> float:
 def perform(data: Any, task: tuple[bool, int]) -> dict[str, Any]:
     (kernel, x, z), (square, columns) = data, task
     engines = {name: KernelMatrix.of(kernel, x, None if square else z, engine=name) for name in ("fused", "tiled")}
-    vectors = torch.randn(len(x), columns, generator=torch.Generator().manual_seed(1))
+    vectors = torch.randn(len(x), columns, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
     first = {name: seconds(matrix, vectors) for name, matrix in engines.items()}
     times: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(TURNS):
@@ -80,11 +83,11 @@ def report(results: dict[str, Any]) -> str:
             errors = [f"{run[f'{engine}_error']:.1g}" for engine in ("fused", "tiled")]
             shown = [number(one) for one in (*speeds, speeds[0] / speeds[1])]
             rows.append([*name.split(", "), *task.split(", "), *shown, *errors, number(run["compiling"])])
-    header = ["kernel", "features", "matrix", "columns", "fused", "tiles", "ratio", "error, fused", "tiles",
+    header = ["kernel", "features", "dtype", "matrix", "columns", "fused", "tiles", "ratio", "error, fused", "tiles",
               "compiling, s"]  # fmt: skip
     return "\n".join([
         "# Products in one pass", "", describe(results["machine"]), "",
-        f"{number(results['problem']['rows'])} rows and columns, float32, one thread, 10^9 pairs per processor second; "
+        f"{number(results['problem']['rows'])} rows and columns, one thread, 10^9 pairs per processor second; "
         f"medians of {TURNS} turns. Error: root mean square, over the product of absolute values.", "",
         table(header, rows), "",
     ])  # fmt: skip
@@ -95,14 +98,15 @@ def problem(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def groups(options: argparse.Namespace, directory: Any, results: dict[str, Any]) -> Iterator[Group]:
-    for name in KERNELS:
-        for d in FEATURES if name in MOST else (2,):
-            tasks: list[Any] = [
-                (f"{'square' if square else 'rectangular'}, {columns}", (square, columns))
-                for square in (False, True)
-                for columns in COLUMNS
-            ]
-            yield Group(("runs", f"{name}, {d}"), tasks, partial(load, name, d, problem(options)["rows"]))
+    cases = [(name, d, "float32") for name in KERNELS for d in FEATURES]
+    cases += [(name, 20, "float32") for name in MOST] + [(name, d, "float64") for name in MOST for d in FEATURES]
+    for name, d, dtype in cases:
+        wide = COLUMNS if name in MOST else ()
+        shapes = [(True, columns) for columns in (1, *wide)] + [(False, 1)]
+        tasks = [
+            (f"{'square' if square else 'rectangular'}, {columns}", (square, columns)) for square, columns in shapes
+        ]
+        yield Group(("runs", f"{name}, {d}, {dtype}"), tasks, partial(load, name, d, dtype, problem(options)["rows"]))
 
 
 BENCHMARK = Benchmark(
