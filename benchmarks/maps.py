@@ -447,8 +447,10 @@ def report(results: dict[str, Any]) -> str:
     lines = ["# Spatial data", "", describe(results["machine"]), "",
              "Seconds of processor time are the figures to compare: other processes ran beside. NLL and losses are of "
              "targets in deviations of the given ones; losses a row, by the same probes for all.", ""]  # fmt: skip
+    done = {part: [run for run in results.get(part, {}).values() if "failed" not in run]
+            for part in ("runs", "inside", "drawn")}  # fmt: skip
     for name, field in FIELDS.items():
-        runs = [run for run in results["runs"].values() if run["set"] == name]
+        runs = [run for run in done["runs"] if run["set"] == name]
         if not runs:
             continue
         header = ["method", "loss by probes", f"RMSE, {field.unit}", f"MAE, {field.unit}", f"CRPS, {field.unit}", "NLL",
@@ -466,16 +468,15 @@ def report(results: dict[str, Any]) -> str:
                 "were not measured here."
             )
         lines += [f"## {name}", "", about, "", table(header, rows), ""]
-        beside = [run for run in results.get("inside", {}).values() if run["set"] == name]
+        beside = [run for run in done["inside"] if run["set"] == name]
         if beside:
             lines += [f"{beside[0]['test']:,} of the given places, from the {beside[0]['rows']:,} others:", "",
                       table(header, [_row(run) for run in beside]), ""]  # fmt: skip
         lines += [*map(_details, runs), ""]
-    drawn = results.get("drawn", {}).values()
     rows = [
         [run["set"], f"{run['rows']:,}", run["method"], *(f"{run[key]:.3f}" for key in SCORES),
          *(number(run[f"predict_{kind}"]) for kind in ("cpu", "wall")), number(run["peak_memory_mb"] / 1000)]
-        for run in sorted(drawn, key=lambda run: (list(DRAWN).index(run["set"]), run["rows"] // 10_000))
+        for run in sorted(done["drawn"], key=lambda run: (list(DRAWN).index(run["set"]), run["rows"] // 10_000))
     ]  # fmt: skip
     if rows:
         header = ["field", "rows", "method", "RMSE", "MAE", "CRPS", "NLL", "95% covers", "prediction, CPU s", "wall s",
@@ -483,11 +484,16 @@ def report(results: dict[str, Any]) -> str:
         lines += ["## Fields drawn from the model, with known hyperparameters", "",
                   f"Matern-3/2, noise {NOISE}, zero mean; 20,000 places that are not given. An error of "
                   f"{math.sqrt(NOISE):.3f} is that of the noise alone.", "", table(header, rows), ""]  # fmt: skip
-    warned = [run for part in ("runs", "drawn") for run in results.get(part, {}).values() if run["warnings"]]
+    warned = [run for run in (*done["runs"], *done["drawn"]) if run["warnings"]]
     said = {f"{run['set']}, {run['rows']:,} rows, {run['method']}": run["warnings"] for run in warned}
     unsolved = [label for label, texts in said.items() if any(text.startswith("CG terminated") for text in texts)]
     if unsolved:
         lines += [f"Conjugate gradients warned of not being at their tolerance: {'; '.join(unsolved)}.", ""]
+    failed = [
+        (label, run["failed"]) for part in done for label, run in results.get(part, {}).items() if "failed" in run
+    ]
+    if failed:
+        lines += ["Failed:", "", *[f"- {label}: {why}" for label, why in failed], ""]
     return "\n".join(lines)
 
 
@@ -537,6 +543,7 @@ BENCHMARK = Benchmark(
     picture=pictures,
     say=lambda run: f"RMSE {run['rmse']:.3f}, NLL {run['nll']:.3f}, {run['predict_cpu']:.0f} CPU s of predictions",
     alone=Path(__file__).resolve(),
+    failures=True,
     versions=("gpboost",),
 )
 
