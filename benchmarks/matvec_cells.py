@@ -15,7 +15,7 @@ from torch import Tensor
 
 from matvec_limit import Work
 
-OURS = ("tiled", "dense", "triton")
+OURS = ("tiled", "fused", "dense", "triton")
 RIVALS = ("torch-dense", "keops-lazy")
 OUTPUTSCALE = 1.3
 CHECKED_ROWS = 200
@@ -252,7 +252,7 @@ def contestants(problem: Problem, engines: list[str], gradients: bool = True) ->
         else:
             for case in ("square", "rectangular"):
                 yield Contestant(engine, "product", case, functools.partial(product_of, problem, engine, case))
-            if gradients:
+            if gradients and engine != "fused":  # whose gradients go by tiles
                 kinds = [("square", "parameters"), ("square", "inputs")]
                 if main and few:
                     kinds.append(("rectangular", "parameters"))

@@ -310,7 +310,7 @@ def _cells_report(results: Run, engines: list[str]) -> list[str]:
             installed,
         ]
     lines += ["", "## The stored matrix", "", stored_table(results)]
-    for engine in engines:
+    for engine in [one for one in engines if one != "fused"]:
         lines += ["", f"## Gradients, `{engine}`", "",
                   "Seconds of the bilinear derivative alone; ratio to the product of the same case.", "",
                   gradients_table(results, engine)]  # fmt: skip
@@ -323,6 +323,8 @@ def _cells_report(results: Run, engines: list[str]) -> list[str]:
 CURVES: dict[str, tuple[str, str, str, str]] = {
     "triton product rectangular": ("triton, k(X, Z)", "#CC79A7", "-", "s"),
     "triton product square": ("triton, k(X, X)", "#CC79A7", "--", "s"),
+    "fused product rectangular": ("fused, k(X, Z)", "#009E73", "-", "v"),
+    "fused product square": ("fused, k(X, X)", "#009E73", "--", "v"),
     "tiled product rectangular": ("tiled, k(X, Z)", "#0072B2", "-", "o"),
     "tiled product square": ("tiled, k(X, X)", "#0072B2", "--", "o"),
     KEOPS: ("KeOps LazyTensor", "#D55E00", "-", "^"),
