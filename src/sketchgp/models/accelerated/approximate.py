@@ -16,6 +16,7 @@ from torch.nn.functional import one_hot
 from ...errors import ConvergenceWarning, InputError, warn
 from ...inference.calibrated import Calibrated
 from ...inference.pathwise import Deviations
+from ...operators.engines import FAST, choose
 from ...operators.expression import recognise
 from ...operators.tiles import spans
 from ...random_streams import generator, salted
@@ -34,6 +35,7 @@ _CHECKED = 4  # test points at which approximations are compared with exact vari
 _TYPICAL, _WORST = 0.05, 0.1  # tolerances beside the standard error: exact variances are right to some hundredths
 _ROWS = 4096  # test points at once
 _VECTORS = 30  # of a column that a solve holds
+_NARROW = 12  # columns at once of products that gain nothing by more
 
 
 class Approximate:
@@ -111,10 +113,11 @@ class Approximate:
     def _left_out(self, indices: Tensor) -> Tensor:
         """Return exact latent variances at training points left out, and keep those at the points to be checked.
 
-        As many columns are solved at once as the memory budget has room for.
+        As many columns are solved at once as the memory budget has room for, and few where that takes no longer.
         """
         noise, n, points, found = self.noise.to(torch.float64), len(self.noise), self._checked_at, list[Tensor]()
         width = memory_budget.value(noise.device) // (_VECTORS * 8 * n) - len(points)
+        width = min(width, _NARROW) if choose(self.matrix.pairs, _NARROW) in FAST else width
         prior = self.matrix.entries(points, None)
         for some in indices.split(max(1, width)):
             at = points[: 0 if found else None]
