@@ -74,7 +74,7 @@ class Sizes:
 
 
 FULL = Sizes("five minutes or more", 53_940, 4_000, 200, 10_000, 100, 400)
-DEFAULT = Sizes("about a minute", 16_000, 1_000, 60, 5_000, 50, 300)
+DEFAULT = Sizes("under a minute", 16_000, 1_000, 60, 5_000, 50, 300)
 QUICK = Sizes("some ten seconds", 2_000, 500, 20, 1_000, 20, 100)
 
 

@@ -79,7 +79,7 @@ _COMMANDS: dict[str, tuple[str, _Options]] = {
     "demo": (
         "Tune an ordinary GPyTorch ExactGP on a random subset of the bundled diamonds data, condition it on all "
         "training rows with sketchgp, and compare it with GPyTorch's defaults: iterations, seconds, errors, and a "
-        "picture. Takes 16,000 of the rows, and about a minute.",
+        "picture. Takes 16,000 of the rows, and under a minute.",
         {
             "--output": ("folder of the picture (here)", {"type": Path, "default": Path("."), "metavar": "DIR"}),
             "--full": ("all 53,940 rows: five minutes or more", _FLAG),
