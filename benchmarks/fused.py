@@ -2,8 +2,8 @@
 
 Uniform points in a cube, lengthscales of half of its diagonal over the root of three.  Pairs of points per
 processor second: rectangular matrices, and square ones, of which both engines use each pair twice.  Errors: root mean
-square of a product with one column, over what the product of absolute values is (of float64 products, the difference from tiles).  Compiling: the first product of a
-kind less a later one, processor seconds.
+square of a product with one column, over what the product of absolute values is (of float64 products, the difference
+from tiles).  Compiling: the first product of a kind less a later one, processor seconds.
 
     python benchmarks/fused.py            # four minutes on one core; resumes
     python benchmarks/fused.py --quick    # a tenth of the points
