@@ -20,7 +20,6 @@ from ...operators.engines import FAST, choose
 from ...operators.expression import recognise
 from ...operators.tiles import spans
 from ...random_streams import generator, salted
-from ...settings import memory_budget
 from ...solvers.energy import Goal, JoinedGoals, LeaveOneOutGoal, SampleGoal, VarianceGoal
 from ...solvers.solver import kernel_of
 
@@ -116,10 +115,9 @@ class Approximate:
         As many columns are solved at once as the memory budget has room for, and few where that takes no longer.
         """
         noise, n, points, found = self.noise.to(torch.float64), len(self.noise), self._checked_at, list[Tensor]()
-        width = memory_budget.value(noise.device) // (_VECTORS * 8 * n) - len(points)
-        width = min(width, _NARROW) if choose(self.matrix.pairs, _NARROW) in FAST else width
+        width = _NARROW if choose(self.matrix.pairs, _NARROW) in FAST else len(indices)
         prior = self.matrix.entries(points, None)
-        for some in indices.split(max(1, width)):
+        for some in indices.split(max(1, min(width, self.training.columns(_VECTORS) - len(points)))):
             at = points[: 0 if found else None]
             both = torch.cat([one_hot(some, n).mT, self.matrix.entries(self.matrix.x1, at)], dim=1)
             goals = LeaveOneOutGoal(noise[some], noise.amin().reshape(1)), self._explaining(prior[: len(at)])

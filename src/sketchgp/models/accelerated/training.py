@@ -247,8 +247,12 @@ class Training:
     @property
     def rows(self) -> int:
         """Number of test points that are solved for at once."""
-        fitting = memory_budget.value(self.system.noise.device) // (8 * _VECTORS * self.noisy.shape[:-1].numel())
+        fitting = self.columns(_VECTORS)
         return max(1, fitting if isinstance(self.solver, Cholesky) else min(_ROWS, fitting))
+
+    def columns(self, vectors: int) -> int:
+        """Return how many columns the memory budget has room for, with so many float64 vectors for each."""
+        return memory_budget.value(self.system.noise.device) // (8 * vectors * self.noisy.shape[:-1].numel())
 
 
 class _QuadraticForms(torch.autograd.Function):
