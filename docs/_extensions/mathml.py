@@ -28,7 +28,9 @@ def _inline(writer: HTML5Translator, node: nodes.math) -> None:
 
 
 def _block(writer: HTML5Translator, node: nodes.math_block) -> None:
-    writer.body.append(f'<div class="math">{_mathml(node.astext(), "block")}</div>\n')
+    formulas = node.astext().split(r"\qquad")  # which stand below each other where the page is narrow
+    inside = " ".join(_mathml(formula, "block") for formula in formulas)
+    writer.body.append(f'<div class="math">{inside}</div>\n')
     raise nodes.SkipNode
 
 
