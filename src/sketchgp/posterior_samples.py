@@ -49,9 +49,9 @@ def sample_posterior(
     """Draw functions ``f_s`` from the posterior of a model, to be evaluated anywhere, at any number of points.
 
     A prior function, a sum of waves with random frequencies of the kernel's spectral density, is corrected by one
-    solve (Matheron's rule):
+    solve (Matheron's rule)::
 
-        ``f_s(x) = mean(x) + p_s(x) - k(x, X) (K + D)^-1 (p_s(X) + D^(1/2) xi_s)``
+        f_s(x) = mean(x) + p_s(x) - k(x, X) (K + D)^-1 (p_s(X) + D^(1/2) xi_s)
 
     with X the training inputs, D the noises and xi normal.  Means and covariances of such functions are those of the
     posterior, whatever the number of frequencies, and for what the solve leaves out; they are normal as frequencies

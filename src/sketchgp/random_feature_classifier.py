@@ -25,7 +25,7 @@ class RandomFeatureClassifier(Streamed, gpytorch.Module):
     .. code-block:: python
 
         model = sketchgp.RandomFeatureClassifier(kernel)
-        model.learn(train_x, train_labels)  # or a stream of batches; or model.partial_fit(x, labels)
+        model.learn(train_x, train_labels)  # or learn(loader), partial_fit(x, labels)
         model.predict(test_x), model.probabilities(test_x)
 
     ``sum_i l(f(x_i), y_i) + noise / 2 ||f||^2`` is minimised.  With noise 1 and a logistic loss f is the mode of the

@@ -37,7 +37,7 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
     .. code-block:: python
 
         model = sketchgp.RandomFeatureGP(likelihood, mean, kernel)
-        model.learn(train_x, train_y)  # or a stream of batches: model.learn(loader); or model.partial_fit(x, y)
+        model.learn(train_x, train_y)  # or learn(loader), partial_fit(x, y)
         posterior = model.eval()(test_x)  # a MultivariateNormal
 
     Hyperparameters are given, and are not changed by learning: tune them before, on some of the data, by

@@ -39,7 +39,7 @@ class LowRankVariance:
     :param matrix: ``k(X, X)`` as an operator, without batch.
     :param noise: ``(n,)`` variances.
     :param inducing_points: ``(r, d)``, as the kernel sees them.
-    :param neighbours: M.  Variances are exact where there are no more points.
+    :param neighbours: M of them; variances are exact where there are no more points.
     :raises NumericalError: for a matrix that is not positive definite.
     """
 

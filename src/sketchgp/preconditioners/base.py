@@ -113,7 +113,7 @@ class Preconditioner:
         """Refuse what cannot be built for n points."""
 
     def note(self, n: int) -> str:
-        """Return the remark of a report on a rank that exceeds the n points; "" where it does not."""
+        """Return the remark of a report on a rank that exceeds the n points; ``""`` where it does not."""
         more = self.rank is not None and self.rank > n
         return f"rank {self.rank} was asked for; {n} points have {n}" if more else ""
 

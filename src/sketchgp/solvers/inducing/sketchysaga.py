@@ -51,10 +51,13 @@ _ROUNDED = 1e-9  # of an epoch, which is a sum of steps
 
 @dataclass(frozen=True, kw_only=True)
 class SketchySAGA(InducingPointSolver):
-    """Solves ``(Kzx Kxz + noise Kzz) W = Kzx y`` by stochastic gradients: for a batch B of b rows
+    """Solves ``(Kzx Kxz + noise Kzz) W = Kzx y`` by stochastic gradients: for a batch B of b rows::
 
-        ``new = k(x_B, z) w - y_B``;  ``aux = k(z, x_B) (new - psi_B)``;  ``psi_B = new``;
-        ``w -= step (P + rho)^-1 (G + (n / b) aux + noise Kzz w)``;  ``G += aux``
+        new = k(x_B, z) w - y_B
+        aux = k(z, x_B) (new - psi_B)
+        psi_B = new
+        w -= step (P + rho)^-1 (G + (n / b) aux + noise Kzz w)
+        G += aux
 
     where psi holds the residual of every row when it was last seen and ``G = Kzx psi``, so that the gradient's noise
     vanishes at the solution and convergence is linear (arXiv:2407.10070, Theorem F.1).  P is a Nystrom approximation of
