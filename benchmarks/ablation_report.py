@@ -145,8 +145,8 @@ def report(results: dict[str, Any]) -> str:
         lines += [
             f"## {item['words']}", "",
             f"{item['n_train']:,} training points, {item['n_test']:,} test points, noise {item['noise']:g}, "
-            f"{item['seconds']:g} s a run, automatic block size {item['automatic_block_size']:,}; load of the minute "
-            f"before a run {min(loads, default=0):g} to {max(loads, default=0):g}.", "",
+            f"{item['seconds']:g} s a run, automatic block size of tiles {item['automatic_block_size']:,}; load of "
+            f"the minute before a run {min(loads, default=0):g} to {max(loads, default=0):g}.", "",
             f"Least error of all: {number(best_of(item), 4)}; of the run nearest to the solution ({label}, residual "
             f"{number(residual, 2)}): {number(error, 4)}.", "",
             problem_table(item), "",

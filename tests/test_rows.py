@@ -427,9 +427,10 @@ def test_automatic_block_size():
         assert automatic_block_size(n, device) == n
     assert automatic_block_size(300, device) == 256
     for n in (10_000, 100_000, 1_000_000):
-        size = automatic_block_size(n, device)
-        assert abs(size / math.sqrt(n) - math.sqrt(60)) < 0.1  # b^3 / 3 = 20 n b
-        assert abs(size**3 / 3 - 20 * n * size) < 0.03 * size**3
+        for engines, operations in ((("tiled",), 10), (("fused",), 4), (("fused", "tiled"), 10)):
+            size = automatic_block_size(n, device, engines)
+            assert abs(size**3 / 3 - operations * n * size) < 0.03 * size**3
+        assert abs(automatic_block_size(n, torch.device("cuda")) ** 2 - 60 * n) < 0.03 * 60 * n
     # eight bytes an entry, four arrays of the block's size
     with memory_budget(4 * 8 * 50**2):
         assert automatic_block_size(1_000_000, device) == 50

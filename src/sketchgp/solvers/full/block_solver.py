@@ -127,7 +127,7 @@ class BlockSolver(FullSolver):
             return {**operator_marks(system.operator), **solve_marks(system.noise, rhs, self._described())}
 
         compare_ranks(self.name, marks)
-        size = min(self.block_size or automatic_block_size(system.n, rhs.device), system.n)
+        size = min(self.block_size or automatic_block_size(system.n, rhs.device, system.engines), system.n)
         method = self.method(system, size)
         refinement = Refinement(system, method, rhs.to(torch.float64), rhs.dtype, self.tol or 1e-3, self.seed)
         value, report = self._execute(refinement, self.max_passes, lambda: (marks(), {}), began=began, **options)

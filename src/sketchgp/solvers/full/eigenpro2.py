@@ -50,7 +50,7 @@ class EigenPro2(BlockSolver):
         ``subsample_size``; None takes the least for which the batch is critical, at
         most a quarter of the subsample.
     :param subsample_size: s; None is ``10 sqrt(n)``, at least 500, at most n and 10,000.
-    :param block_size: m, the batch; None is ``8 sqrt(n)``, at least 256, less where memory is short.
+    :param block_size: m, the batch; None is as of :class:`sketchgp.solvers.BlockSolver`.
 
     The other parameters are those of :class:`sketchgp.solvers.BlockSolver`: ``tol``, ``max_passes``,
     ``max_seconds``, ``seed``, ``checkpoint``, ``every``.
