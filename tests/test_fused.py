@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 import torch
-from gpytorch.kernels import CosineKernel, MaternKernel, RBFKernel, RQKernel, ScaleKernel
+from gpytorch.kernels import CosineKernel, MaternKernel, PeriodicKernel, RBFKernel, RQKernel, ScaleKernel
 from gpytorch.likelihoods import GaussianLikelihood
 
 import sketchgp
@@ -85,6 +85,18 @@ def test_duplicates_and_points_beside_each_other(name):
     matrix = KernelMatrix.of(kernel, x[:20], x[20:40].clone(), engine="fused").detach()
     for i in range(20):
         torch.testing.assert_close((matrix @ torch.eye(20)[i])[i], kernel(x[:1]).diagonal()[0], rtol=1e-6, atol=0)
+
+
+@each(("lengthscale", "dtype"), [(0.1, torch.float32), (2.0, torch.float64)])
+def test_periodic_kernels_beside_others(lengthscale, dtype):
+    """Columns out of order, several leaves in one atom, and points some turns apart, or one beside the other."""
+    periodic = PeriodicKernel(active_dims=(2, 0), ard_num_dims=2)
+    periodic.lengthscale, periodic.period_length = lengthscale, 0.7
+    kernel = RBFKernel(active_dims=(1,)) * periodic * PeriodicKernel() + MaternKernel(nu=1.5)
+    x = points(60, dtype=dtype)
+    x[30:] = x[:30] + torch.tensor([0.7, 1e-4, 2.1], dtype=dtype)
+    check(kernel, x, dtype=dtype)
+    check(kernel, x[:40], x[20:].clone(), dtype=dtype)
 
 
 def test_large_shape_parameters():

@@ -45,12 +45,14 @@ def unit(profile: Profile) -> float:
 class Plan:
     """Constants that the source depends on.
 
-    :ivar atoms: the profile of each, and its number of features; :ivar terms: as of an ``Expression``.
+    :ivar atoms: the profile of each, its number of features, and those that are points on circles: the first cosine of
+        half of an angle, and how many, before as many sines.
+    :ivar terms: as of an ``Expression``.
     :ivar width: right-hand sides; :ivar both: whether each pair counts for both of its points.
     :ivar dtype: of the arithmetic, ``"float32"`` or ``"float64"``.
     """
 
-    atoms: tuple[tuple[str, int], ...]
+    atoms: tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...]
     terms: tuple[tuple[int, ...], ...]
     width: int
     both: bool
@@ -59,7 +61,7 @@ class Plan:
     @property
     def features(self) -> int:
         """Features of all atoms."""
-        return sum(size for _, size in self.atoms)
+        return sum(size for _, size, _ in self.atoms)
 
     @property
     def buffer(self) -> int:
@@ -198,10 +200,13 @@ def _product(plan: Plan) -> str:
 def _entry(plan: Plan, r: int) -> list[str]:
     """Return the lines that make the entry ``k`` of a row and a column."""
     lines, first = [], 0
-    for a, (profile, size) in enumerate(plan.atoms):
+    for a, (profile, size, circles) in enumerate(plan.atoms):
         lines += ["q = ZERO"]
-        for k in range(first, first + size):
-            lines += [f"e = a{k}_{r} - z{k}", f"q += {'abs(e)' if profile == LAPLACE.name else 'e * e'}"]
+        sines = {first + start + i: first + start + count + i for start, count in circles for i in range(count)}
+        for k in sorted({*range(first, first + size)} - {*sines.values()}):
+            s = sines.get(k)
+            difference = f"a{k}_{r} - z{k}" if s is None else f"a{s}_{r} * z{k} - a{k}_{r} * z{s}"
+            lines += [f"e = {difference}", f"q += {'abs(e)' if profile == LAPLACE.name else 'e * e'}"]
         lines += [f"u = {_EXPONENTS.get(profile, 'sqrt(q)').format(a=a)}", "u = FURTHEST if u > FURTHEST else u"]
         lines += [f"v{a} = {_FACTORS.get(profile, 'ONE')} * exp2(u)"]
         first += size
