@@ -114,7 +114,7 @@ def test_points_left_out_are_solved_for_as_far_as_needed(noise):
         some = made._some(TEST)
         assert float((made._exact / exact(model)[some] - 1).abs().max()) < 0.04
         columns = solves[-1].columns
-        with sketchgp.settings.memory_budget(columns * 120 * N):  # half of the columns at once
+        with sketchgp.settings.memory_budget(columns * 80 * N):  # half of the columns at once
             parts = made._left_out(which)
         assert float((parts / found - 1).abs().max()) < 0.04
         assert float((made._exact / exact(model)[some] - 1).abs().max()) < 0.04
@@ -122,6 +122,12 @@ def test_points_left_out_are_solved_for_as_far_as_needed(noise):
         tight = sketchgp.ConjugateGradients(tol=1e-6).run(
             side.system, torch.eye(N).double()[:, which], side.preconditioner
         )
+        made.prepare(TEST)
+        drawn, side.remembered.deviations = made.deviations.weights, None
+        with sketchgp.settings.memory_budget(drawn.shape[1] * 80 * N):
+            halves = made.deviations.weights
+        assert solves[-1].columns == drawn.shape[1] // 2
+        assert float((halves - drawn).norm() / drawn.norm()) < 0.05
     assert columns == len(which) + 4
     assert solves[1].work["iterations"] < 0.7 * tight[1].work["iterations"]
 

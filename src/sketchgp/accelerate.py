@@ -27,7 +27,7 @@ from .models.accelerated.mixins import (
 )
 from .models.accelerated.posterior import clear_cache
 from .models.accelerated.targets import check_noise, check_targets
-from .operators.engines import ENGINES, check_choice, check_present
+from .operators.engines import ENGINES, Matmul, check_choice, check_present
 from .preconditioners import AutomaticPreconditioner, Preconditioner
 from .settings import VARIANCES, Variance
 from .solvers import FULL_SOLVERS, BlockSolver, FullProblem, Solver
@@ -42,7 +42,7 @@ def accelerate(
     model: Model,
     preconditioner: Preconditioner | Literal["auto"] | None = "auto",
     solver: Solver[FullProblem] | Literal["auto"] = "auto",
-    matmul: Literal["auto", "dense", "fused", "lattice", "near_and_far", "tiled", "triton", "gpytorch"] = "auto",
+    matmul: Matmul | Literal["gpytorch"] = "auto",
     matmul_precision: Literal["float32", "tf32"] = "float32",
     variance: Variance = "auto",
     variance_samples: int = 128,
@@ -215,7 +215,7 @@ class ExactGP(_ExactGP):
         likelihood: Any,
         solver: Solver[FullProblem] | Literal["auto"] = "auto",
         preconditioner: Preconditioner | Literal["auto"] | None = "auto",
-        matmul: Literal["auto", "dense", "fused", "lattice", "near_and_far", "tiled", "triton", "gpytorch"] = "auto",
+        matmul: Matmul | Literal["gpytorch"] = "auto",
         matmul_precision: Literal["float32", "tf32"] = "float32",
         variance: Variance = "auto",
         variance_samples: int = 128,

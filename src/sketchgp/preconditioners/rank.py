@@ -63,7 +63,6 @@ _OTHER = Prices(
 _PASSES = {"gauss": 1, "matern32": 2, "matern52": 2, "rational_quadratic": 3, "matern12": 4, "laplace": 4}
 _GENERIC = 3  # passes of a kernel without fast tiles
 _BATCHED = 6.0  # of an operation of a large product: two in a batch of small ones, each three times as slow
-_ONE_PASS = 0.35  # of the time of tiles: 0.2 to 0.45 with two to eight features
 _NEAR = 0.3  # of the iterations that regressions on neighbours leave: 0.04 to 0.6 on eight data sets
 
 
@@ -128,7 +127,7 @@ class Costs:
 def _share(part: Any) -> float:
     """Return the time of a product over that by tiles of all pairs of points; several ranks share out all of them."""
     engine = choose(part.pairs) if isinstance(part, KernelMatrix) else None
-    share = _ONE_PASS if engine is FUSED else 1.0
+    share = FUSED.share if engine is FUSED else 1.0
     near = nearby(part.pairs) if engine in (FUSED, TILED) and part.pairs.ranks() is None else None
     return share if near is None else share * near.share
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ..cards import Card, Shown, report_card, shape, span, tensor_kind
 from ..checks import found, instance, points_like, tensor, variances, word
 from ..errors import InputError, SketchGPError
 from ..operators import KernelMatrix
-from ..operators.engines import ENGINES
+from ..operators.engines import ENGINES, Matmul
 from ..operators.lazies import parameters_of
 from ..report import SolveReport
 from ..row_sources import RowSource, whole_or_source, whole_targets
@@ -93,9 +93,7 @@ class FullProblem:
         check_plain("FullProblem", self.kernel, self.x, "x")
         self.noise_vector = variances("FullProblem", "noise", self.noise, self.x)
 
-    def system(
-        self, matmul: Literal["auto", "dense", "fused", "lattice", "near_and_far", "tiled", "triton"] = "auto"
-    ) -> System:
+    def system(self, matmul: Matmul = "auto") -> System:
         """The linear system, with the kernel matrix as an operator."""
         word("FullProblem.system", "matmul", matmul, ENGINES)
         return System(KernelMatrix.of(self.kernel, self.x, engine=matmul), self.noise_vector)

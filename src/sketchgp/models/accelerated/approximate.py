@@ -33,7 +33,6 @@ _SCATTER = 0.1  # relative scatter of low-rank variances beyond which "auto" dra
 _CHECKED = 4  # test points at which approximations are compared with exact variances
 _TYPICAL, _WORST = 0.05, 0.1  # tolerances beside the standard error: exact variances are right to some hundredths
 _ROWS = 4096  # test points at once
-_VECTORS = 30  # of a column that a solve holds
 _NARROW = 12  # columns at once of products that gain nothing by more
 
 
@@ -86,7 +85,7 @@ class Approximate:
 
     @property
     def deviations(self) -> Deviations:
-        """Posterior samples, remembered or computed now by a solve with a column for each.
+        """Posterior samples, remembered or computed now with a column of a solve for each.
 
         :raises InputError: for a kernel without random features.
         """
@@ -95,7 +94,9 @@ class Approximate:
             with torch.no_grad():
                 x, seed = self.matrix.x1, salted(0, "samples of variances")
                 drawn = Deviations(kernel_of(self.matrix), x, samples, seed)
-                drawn.weights = self.training.solve_block(drawn.targets(x, self.noise), self._goal())[0].weights
+                blocks = drawn.targets(x, self.noise).split(self.training.columns, dim=1)
+                solved = (self.training.solve_block(block, self._goal())[0].weights for block in blocks)
+                drawn.weights = torch.cat(list(solved), dim=1)
                 remembered.deviations = drawn
         return remembered.deviations
 
@@ -117,7 +118,7 @@ class Approximate:
         noise, n, points, found = self.noise.to(torch.float64), len(self.noise), self._checked_at, list[Tensor]()
         width = _NARROW if choose(self.matrix.pairs, _NARROW) in FAST else len(indices)
         prior = self.matrix.entries(points, None)
-        for some in indices.split(max(1, min(width, self.training.columns(_VECTORS) - len(points)))):
+        for some in indices.split(max(1, min(width, self.training.columns - len(points)))):
             at = points[: 0 if found else None]
             both = torch.cat([one_hot(some, n).mT, self.matrix.entries(self.matrix.x1, at)], dim=1)
             goals = LeaveOneOutGoal(noise[some], noise.amin().reshape(1)), self._explaining(prior[: len(at)])

@@ -34,7 +34,7 @@ from .threshold import threshold_untouched
 
 _ROWS = 256  # test points solved for at once
 _LOOSE = 0.5  # relative residual, where the goal is one of energies
-_VECTORS = 8  # float64 vectors that a solve holds for each test point
+_VECTORS = 20  # float64 vectors that a solve holds for each column
 _COLUMNS = 90  # rows of A for each right-hand side, up to which a factorization is the cheaper
 _REMEMBERED = "_sketchgp_remembered"  # attribute of a prediction strategy
 
@@ -247,12 +247,13 @@ class Training:
     @property
     def rows(self) -> int:
         """Number of test points that are solved for at once."""
-        fitting = self.columns(_VECTORS)
-        return max(1, fitting if isinstance(self.solver, Cholesky) else min(_ROWS, fitting))
+        return self.columns if isinstance(self.solver, Cholesky) else min(_ROWS, self.columns)
 
-    def columns(self, vectors: int) -> int:
-        """Return how many columns the memory budget has room for, with so many float64 vectors for each."""
-        return memory_budget.value(self.system.noise.device) // (8 * vectors * self.noisy.shape[:-1].numel())
+    @property
+    def columns(self) -> int:
+        """Number of columns that a solve has room for within the memory budget."""
+        budget = memory_budget.value(self.system.noise.device)
+        return max(1, budget // (8 * _VECTORS * self.noisy.shape[:-1].numel()))
 
 
 class _QuadraticForms(torch.autograd.Function):

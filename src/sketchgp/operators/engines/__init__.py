@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from gpytorch.kernels import Kernel
@@ -26,7 +26,8 @@ TILED, TRITON = Tiled(), Triton()
 _ALL = (DENSE, FUSED, LATTICE, NEAR_AND_FAR, TILED, TRITON)
 NAMED: dict[str, Engine] = {engine.name: engine for engine in _ALL}
 FAST = (LATTICE, NEAR_AND_FAR)  # their products take far fewer than n^2 operations
-ENGINES = ("auto", *NAMED)
+Matmul = Literal["auto", "dense", "fused", "lattice", "near_and_far", "tiled", "triton"]
+ENGINES: tuple[str, ...] = get_args(Matmul)
 PRECISIONS = tuple(dict.fromkeys(name for engine in NAMED.values() for name in engine.precisions))
 
 

@@ -65,7 +65,7 @@ _NEAR, _POINT, _MODE = 0.6, (25, 70, 250), (20, 45, 80)
 _MADE, _REST, _ENTRY = (80, 400), 1e8, 0.3
 _USES = 20  # products of a square matrix; others are multiplied once
 _ABSENT = "the package finufft is missing (pip install 'sketchgp[maps]')"
-_FUSED, _SHARE = Fused(), 0.3  # of the time of tiles, that the engine "fused" takes where it is the faster one
+_FUSED = Fused()
 _TRANSFORM = Lock()  # before version 2.5 finufft gives wrong sums to threads that share a plan
 _COLUMNS = 10  # of a product by tiles, that take as long as evaluating the entries
 
@@ -373,7 +373,7 @@ class NearAndFar(Engine):
         """Return whether products with so many columns take less time than in the other ways, and are as accurate."""
         uses = _USES if pairs.same else 1
         entries = math.prod(pairs.shape) * (_ENTRY if pairs.same else 2 * _ENTRY) * (1 + columns / _COLUMNS)
-        entries *= _SHARE if _FUSED.serves(pairs, columns) else 1.0
+        entries *= _FUSED.share if _FUSED.serves(pairs, columns) else 1.0
         if pairs.compute_dtype != torch.float32 or entries * uses < _REST or self.unsuited(pairs):
             return False
         missing = self.missing(pairs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from ...checks import count, number, seed, settle, tolerance
 from ...errors import InputError
 from ...operators.access import accuracy_notes
+from ...operators.engines import Matmul
 from ...operators.marks import operator_marks
 from ...report import SolveReport, conclude, merged
 from ..choices import FullSolver
@@ -71,7 +72,7 @@ class BlockSolver(FullSolver):
     def solve(
         self,
         problem: FullProblem,
-        matmul: Literal["auto", "dense", "fused", "lattice", "near_and_far", "tiled", "triton"] = "auto",
+        matmul: Matmul = "auto",
         initial: Tensor | None = None,
         callback: Callable[[Progress], Any] | None = None,
         held_out: tuple[Tensor, Tensor] | None = None,

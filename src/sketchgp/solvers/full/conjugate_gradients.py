@@ -19,6 +19,7 @@ from ...errors import InputError
 from ...fingerprint import tensor_mark
 from ...operators import LowRankPlusDiagonal
 from ...operators.access import Access, accuracy_notes
+from ...operators.engines import Matmul
 from ...operators.marks import operator_marks
 from ...preconditioners import AutomaticPreconditioner, Preconditioner
 from ...report import Reason, SolveReport, conclude, shortfall_counted
@@ -81,7 +82,7 @@ class ConjugateGradients(FullSolver):
         self,
         problem: FullProblem,
         preconditioner: Preconditioner | Literal["auto"] | None = "auto",
-        matmul: Literal["auto", "dense", "fused", "lattice", "near_and_far", "tiled", "triton"] = "auto",
+        matmul: Matmul = "auto",
         initial: Tensor | None = None,
         callback: Callable[[Progress], Any] | None = None,
         held_out: tuple[Tensor, Tensor] | None = None,

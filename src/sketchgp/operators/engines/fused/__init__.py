@@ -44,6 +44,7 @@ class Fused(Engine):
     """
 
     name = "fused"
+    share = 0.33  # of the time of tiles, where it is faster: 0.2 to 0.45 with two to eight features
 
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if not _importable():
@@ -53,7 +54,7 @@ class Fused(Engine):
     def missing(self, pairs: Pairs) -> str | None:
         if pairs.expression is None:
             return f"{type(pairs.kernel).__name__} is none of the kernels, nor a sum or product of them, that it knows"
-        features = features_of(pairs.expression, pairs.x1.shape[-1])
+        features = count_features(pairs.expression, pairs.x1.shape[-1])
         if features > _MOST:
             return f"it takes up to {_MOST} features, and the kernel has {features}"
         return self.absent(pairs.device, pairs.dtype)
@@ -79,7 +80,7 @@ class Fused(Engine):
         """
         if expression is None or size < _LARGE:
             return False
-        features = features_of(expression, d)
+        features = count_features(expression, d)
         if features + columns > _PAYS or not stored:
             return features + columns <= _PAYS
         quick = [GAUSS, LAPLACE] if dtype == torch.float64 else [GAUSS, LAPLACE, *MATERN.values()]
@@ -103,7 +104,7 @@ class Fused(Engine):
         return _TILED.derivative(pairs, left, right)
 
 
-def features_of(expression: Expression, d: int) -> int:
+def count_features(expression: Expression, d: int) -> int:
     """Return how many features the distances of a kernel are made of.
 
     :param d: columns of the inputs.
@@ -136,7 +137,7 @@ def _product(pairs: Pairs, prepared: Prepared, rhs: Tensor) -> Tensor:
     atoms, terms = pairs.expression.atoms, pairs.expression.terms
     circles = [_circles(atom, pairs.x1.shape[-1]) for atom in atoms]
     parts = list(zip(prepared.features, atoms, circles, strict=True))
-    packed = [f.once("fused", partial(_packed, f.right, f, *others)) for f, *others in parts]
+    packed = [f.once("fused", partial(_packed, f.right, f, a, where)) for f, a, where in parts]
     right = left = _joined(packed, pairs.shape[-1], rhs.dtype)
     if not pairs.same:
         left = _joined([_packed(part[0].left, *part) for part in parts], pairs.shape[-2], rhs.dtype)
