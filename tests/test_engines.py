@@ -28,7 +28,7 @@ from sketchgp import InputError, LaplaceKernel, NumericalError, settings
 from sketchgp.models.accelerated.mixins import is_accelerated
 from sketchgp.operators import KernelMatrix, tiles
 from sketchgp.operators.access import AccurateProduct
-from sketchgp.operators.engines import DENSE, ENGINES, TILED, TRITON, choose
+from sketchgp.operators.engines import DENSE, ENGINES, NAMED, TILED, TRITON, choose
 from sketchgp.operators.engines import tiled as tiled_module
 from sketchgp.operators.tall import TallMatrix
 from test_fast_tiles import make, reference, spread
@@ -73,6 +73,7 @@ def test_a_variant_that_a_named_engine_cannot_take_goes_by_tiles():
     kernel, x = make("multiplied-out").float(), points(40, dtype=torch.float32)
     options = {"kernel": kernel, "names": tuple(n for n, _ in kernel.named_parameters()), "same": True}
     wanted = reference(copy.deepcopy(kernel).double(), x, x)
+    assert set(ENGINES) == {"auto", *NAMED}
     for engine in ENGINES:
         operator = KernelMatrix(x, x, *kernel.parameters(), engine=engine, **options).detach()
         assert relative(AccurateProduct(operator)(normal(40, 2)), wanted @ normal(40, 2)) < 1e-12
