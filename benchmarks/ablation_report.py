@@ -181,7 +181,7 @@ def _picture(results: dict[str, Any], group: str, path: Path) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     items = [item for item in results["problems"].values() if item["runs"]]
-    figure, axes = plt.subplots(len(items), 2, figsize=(12, 1.1 + 2.75 * len(items)), squeeze=False)
+    figure, axes = plt.subplots(len(items), 2, figsize=(9.4, 1.1 + 2.3 * len(items)), squeeze=False)
     handles: dict[str, Any] = {}
     for row, item in zip(axes, items, strict=True):
         metric, n = item["metric"], item["n_train"]
@@ -224,5 +224,5 @@ def _picture(results: dict[str, Any], group: str, path: Path) -> None:
     figure.legend(handles.values(), handles.keys(), loc="lower center", ncol=3, fontsize=9.5, frameon=False)
     figure.suptitle(results["groups"][group]["title"], fontsize=12, y=1 - 0.12 / height)
     figure.tight_layout(rect=(0, (0.15 + 0.24 * lines) / height, 1, 1), h_pad=0.6)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=150)
     plt.close(figure)

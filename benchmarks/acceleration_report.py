@@ -171,7 +171,7 @@ def picture(results: dict[str, Any], path: Path) -> None:
     target, cap = problem["targets"][len(problem["targets"]) // 2], problem["cap"]
     names, settings = list(results["problems"]), list(problem["settings"])
     figure, axes = plt.subplots(
-        1, len(settings), figsize=(13, 2.2 + 0.38 * len(names)), sharey=True, sharex=True, squeeze=False
+        1, len(settings), figsize=(9.6, 2.2 + 0.3 * len(names)), sharey=True, sharex=True, squeeze=False
     )
     beyond = cap * 1.3 * 2**0.5
     for axis, setting in zip(axes[0], settings, strict=True):
@@ -202,7 +202,7 @@ def picture(results: dict[str, Any], path: Path) -> None:
     axes[0, 0].set_yticks(range(len(names)), names, fontsize=9)
     axes[0, 0].set_ylim(len(names) - 0.5, -0.5)
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncol=3, fontsize=9, frameon=False)
-    figure.tight_layout(rect=(0, 1.0 / figure.get_figheight(), 1, 1))
+    figure.legend(handles, labels, loc="lower center", ncol=2, fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 1.1 / figure.get_figheight(), 1, 1))
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -71,7 +71,7 @@ def picture(results: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     names = [name for name in WORDS if any(of(results, name, method) for method in STYLES)]
-    figure, axes = plt.subplots(2, len(names), figsize=(4.2 * len(names), 6.4), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(2, len(names), figsize=(3.2 * len(names), 5.6), layout="constrained", squeeze=False)
     for column, name in enumerate(names):
         score = "rmse" if name == "uci_kin40k" else "accuracy"
         for method, style in STYLES.items():
@@ -83,7 +83,7 @@ def picture(results: dict[str, Any], path: Path) -> None:
         sizes = sorted({run["m"] for method in STYLES for run in of(results, name, method)})
         for axis in (axes[0][column], axes[1][column]):
             axis.set_xscale("log")
-            axis.set_xticks(sizes, [f"{m:,}" for m in sizes])
+            axis.set_xticks(sizes, [f"{m:,}" for m in sizes], fontsize=8)
             axis.set_xticks([], minor=True)
             axis.grid(alpha=0.3, which="both")
             axis.spines[["top", "right"]].set_visible(False)

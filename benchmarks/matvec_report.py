@@ -349,7 +349,7 @@ def picture(results: Run, path: Path) -> None:
     if not columns:
         return
     dims = sorted({c["d"] for c in cells})
-    figure, axes = plt.subplots(2, len(columns), figsize=(1.5 + 3.3 * len(columns), 7.4), sharex=True, sharey="row",
+    figure, axes = plt.subplots(2, len(columns), figsize=(1 + 2.2 * len(columns), 6.4), sharex=True, sharey="row",
                                 squeeze=False)  # fmt: skip
     for j, (kernel, t) in enumerate(columns):
         speed, fraction = axes[:, j]
@@ -370,13 +370,13 @@ def picture(results: Run, path: Path) -> None:
         fraction.axhline(1, color="black", linewidth=1.1)
         speed.set(xscale="log", yscale="log", title=f"{results['problem']['labels'][kernel]}, t = {t}")
         fraction.set(ylim=(0, None), xlabel="dimension d")
-        fraction.set_xticks(dims, [str(d) for d in dims])
+        fraction.set_xticks(dims, [str(d) for d in dims], fontsize=8, rotation=45)
         fraction.minorticks_off()
         for axis in (speed, fraction):
             axis.grid(color="#dddddd", linewidth=0.6)
             axis.spines[["top", "right"]].set_visible(False)
     axes[0, 0].set_ylabel("G pairs a second")
-    axes[1, 0].set_ylabel("fraction of limit, every entry counted\n(dashed: each pair is evaluated once)")
+    axes[1, 0].set_ylabel("fraction of the limit\n(dashed: each pair once)")
     labels = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     where = results["machine"].get("device") or results["machine"]["processor"]
     count = results["machine"]["torch_threads"]
@@ -384,7 +384,7 @@ def picture(results: Run, path: Path) -> None:
     figure.suptitle(f"Products with k(X, Z) in float32 on {where}{threads}", fontsize=12, y=0.985)
     figure.legend(labels.values(), labels.keys(), loc="upper center", ncols=(len(labels) + 1) // 2, frameon=False,
                   bbox_to_anchor=(0.5, 0.955), fontsize=9.5)  # fmt: skip
-    figure.subplots_adjust(left=0.75 / figure.get_figwidth(), right=0.985, top=0.83, bottom=0.075, hspace=0.1,
+    figure.subplots_adjust(left=0.95 / figure.get_figwidth(), right=0.985, top=0.83, bottom=0.1, hspace=0.1,
                            wspace=0.07)  # fmt: skip
     figure.savefig(path, dpi=150)
     plt.close(figure)

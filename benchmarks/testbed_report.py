@@ -175,7 +175,7 @@ def picture(results: dict[str, Any], path: Path) -> None:
 
     problem = results["problem"]
     limit = problem["max_iterations"]
-    figure, axes = plt.subplots(1, len(problem["ranks"]), figsize=(13, 4.8), sharey=True)
+    figure, axes = plt.subplots(1, len(problem["ranks"]), figsize=(9.6, 4.4), sharey=True)
     for axis, rank in zip(axes, problem["ranks"], strict=True):
         ends: list[tuple[str, float, int]] = []
         for method in reversed(ORDER):
@@ -205,6 +205,6 @@ def picture(results: dict[str, Any], path: Path) -> None:
         f"Kernel ridge regression, N = {problem['n']:,} or all, bandwidth {problem['bandwidth']:g}, "
         f"mu/N = {problem['mu_over_n']:g}", fontsize=11,
     )  # fmt: skip
-    figure.subplots_adjust(left=0.065, right=0.845, top=0.86, bottom=0.12, wspace=0.5)
+    figure.subplots_adjust(left=0.07, right=0.805, top=0.86, bottom=0.12, wspace=0.82)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -64,7 +64,7 @@ def plotting() -> None:
     solved = [choice.solve(problem) for choice in choices]
     line = model(train_x[:150, :1], train_y[:150])
     sketchgp.fit(line)
-    figure = plt.figure(figsize=(15, 12.6), layout="constrained")
+    figure = plt.figure(figsize=(13.8, 11.6), layout="constrained")
     axes = [part.subplots() for part in figure.subfigures(3, 2).flat]
     sketchgp.plotting.convergence(solved, axes[0])
     sketchgp.plotting.solvers(solved, axes[1])
@@ -72,7 +72,7 @@ def plotting() -> None:
     sketchgp.plotting.hyperparameters(history, axes[3], names=["lengthscale", "noise"])
     sketchgp.plotting.posterior(line, axes[4])
     sketchgp.plotting.calibration(sketchgp.predict(tuned, test_x), test_y, axes[5])
-    figure.savefig(HERE / "plotting.png", dpi=100)
+    figure.savefig(HERE / "plotting.png", dpi=115)
 
 
 class Diamonds(gpytorch.models.ExactGP):
