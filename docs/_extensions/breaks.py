@@ -16,8 +16,8 @@ _NAME = re.compile(r'<span class="pre">([^<]+)</span>')
 _PLACE = re.compile(r"(?<=[\w)])(?=\()|(?<=[_.,(=/\[])(?=[\w&])|(?<=[a-z])(?=[A-Z])")
 _TAGS = re.compile(r"(<(pre|code|math)\b.*?</\2>|<[^>]+>)", flags=re.DOTALL)
 _TIED = re.compile(
-    r"(?<=\d) (?=(?:s|h|m|ms|min|°C|[KMG]i?B|eV)\b)|(?<=\w) (?== [\d√-])|(?<=\w =) (?=[\d√-])|(?<=±) (?=\d)"
-    r"|(?:(?<=Figure)|(?<=Table)|(?<=Algorithm)|(?<=Theorem)) (?=\d)"
+    r"(?<=\d) (?=(?:s|h|m|ms|min|°C|[KMG]i?B|eV)\b)|(?<=\w) (?== [\d√-])|(?<=\w =) (?=[\d√-])"
+    r"|(?:(?<=±)|(?<=&lt;)|(?<=Figure)|(?<=Table)|(?<=Algorithm)|(?<=Theorem)) (?=\d)"
 )
 _WHOLE = re.compile(r"\b(?:\d[\d.]*e-\d+|Matérn-\d/\d|[A-Za-z]-[A-Za-z]\w*)\b")
 
