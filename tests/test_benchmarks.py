@@ -37,11 +37,9 @@ OLD = {
     "eigenpro",
     "faults",
     "few_rows",
-    "fit_units",
     "full_scale",
     "hyperparameters",
     "inducing",
-    "kin40k",
     "lattice",
     "lean",
     "leave_one_out",
@@ -49,7 +47,6 @@ OLD = {
     "matvec",
     "matvec-repeats",
     "mll_gradient",
-    "near_and_far",
     "noise_pivots",
     "optimum",
     "paper_figures",
@@ -65,7 +62,6 @@ OLD = {
     "testbed",
     "testbed_defaults",
     "threshold",
-    "variance_errors",
     "variances",
 }
 
