@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import sys
 import threading
@@ -23,6 +24,7 @@ from sketchgp.operators import KernelMatrix, preview_engine, products
 from sketchgp.operators.access import Access, accurate_terms
 from sketchgp.operators.engines import DENSE, FUSED, NEAR_AND_FAR, TILED, choose, self_check
 from sketchgp.operators.engines import fused as module
+from sketchgp.operators.engines.base import left_out
 from sketchgp.preconditioners.rank import Costs
 from test_far_rows import KERNELS as WITH_FAR_ROWS
 from test_far_rows import exactly, sides
@@ -226,7 +228,7 @@ def large(kernel, d: int, **options) -> KernelMatrix:
     return KernelMatrix.of(kernel, x, **options).detach()
 
 
-def test_auto_takes_it_where_it_is_faster(monkeypatch):
+def test_auto_takes_it_where_it_is_faster(monkeypatch, caplog):
     """By measured costs; what it decides is what a preview says, which does not know where points lie."""
     monkeypatch.setattr(type(NEAR_AND_FAR), "serves", lambda *_: False)
     other = torch.rand(12_000, 2)
@@ -263,9 +265,14 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(module, "_ONCE", 1)
     assert choose(accurate.pairs) is FUSED
     monkeypatch.setattr(module, "_importable", lambda: False)
+    left_out.cache_clear()
+    caplog.set_level(logging.INFO, "sketchgp")
     assert choose(named.pairs, 4) is choose(accurate.pairs) is TILED
     assert [choose(matrix.pairs, columns) for matrix, columns, _ in cases[:1] + cases[4:5]] == [DENSE, TILED]
-    with pytest.raises(InputError, match=r"numba is not installed \(python -m pip install 'sketchgp\[fast\]'\)"):
+    assert [record.message for record in caplog.records if "'fused'" in record.message] == [
+        "Tiles take the place of the engine 'fused': numba is not installed (python -m pip install numba)"
+    ]
+    with pytest.raises(InputError, match=r"numba is not installed \(python -m pip install numba\)"):
         KernelMatrix.of(RBFKernel(), other, engine="fused")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -52,6 +54,13 @@ class Engine:
         :returns: None for each tensor that needs no gradient.
         """
         raise NotImplementedError
+
+
+@cache
+def left_out(name: str, missing: str) -> bool:
+    """Return False, and say once that tiles are used in place of an engine whose package is missing."""
+    logging.getLogger("sketchgp").info("Tiles take the place of the engine %r: %s", name, missing)
+    return False
 
 
 def folds(pairs: Pairs) -> bool:

@@ -30,11 +30,10 @@ Magland and af Klinteberg, "A parallel nonuniform fast Fourier transform library
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from importlib.util import find_spec
 from threading import Lock
 from typing import Any
@@ -46,7 +45,7 @@ from torch import Tensor
 from ...settings import memory_budget
 from ..pairs import Pairs
 from ..tiles import spans
-from .base import Engine, Gradients, Live
+from .base import Engine, Gradients, Live, left_out
 from .fused import Fused
 
 _NU = {"gauss": math.inf, "matern12": 0.5, "matern32": 1.5, "matern52": 2.5}
@@ -378,7 +377,7 @@ class NearAndFar(Engine):
             return False
         missing = self.missing(pairs)
         if missing is not None:
-            return _said(missing) if missing == _ABSENT else False
+            return missing == _ABSENT and left_out(self.name, missing)
         made, product = self.found(pairs).cost
         return made / uses + product * (-(-columns // 2)) <= entries
 
@@ -409,12 +408,6 @@ class NearAndFar(Engine):
         assert weight is not None
         of_weight = slopes * scale.detach() / weight.detach()
         return live.pull_back([(weight, of_weight.to(weight)), (scale, total.to(scale).reshape(scale.shape))])
-
-
-@cache
-def _said(missing: str) -> bool:
-    logging.getLogger("sketchgp").info("Tiles take the place of the engine 'near_and_far': %s", missing)
-    return False
 
 
 @torch.no_grad()

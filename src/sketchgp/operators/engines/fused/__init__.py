@@ -18,11 +18,12 @@ from ...nearby import nearby
 from ...pairs import Pairs
 from ...profiles import GAUSS, LAPLACE, MATERN
 from ...tiles import Piece, spans
-from ..base import Engine, Gradients
+from ..base import Engine, Gradients, left_out
 from ..tiled import Tiled, cut
 from .source import Plan, compiled, unit
 
 _TILED = Tiled()
+_ABSENT = "numba is not installed (python -m pip install numba)"
 _SHAPE = (512, 2048)  # rows and columns that a call of a compiled function takes
 _WIDEST = 8  # right-hand sides in one pass
 _MOST = 32  # features, beyond which tiles are several times as fast
@@ -48,7 +49,7 @@ class Fused(Engine):
 
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if not _importable():
-            return "numba is not installed (python -m pip install 'sketchgp[fast]')"
+            return _ABSENT
         return None if device.type == "cpu" else f"it runs on CPUs, and the inputs are on {device}"
 
     def missing(self, pairs: Pairs) -> str | None:
@@ -65,9 +66,11 @@ class Fused(Engine):
         while whole.whole is not None:  # its parts are multiplied one after the other
             whole = whole.whole[0]
         size = whole.shape.numel() if pairs.engine != _TILED.name else whole.shape.numel() // _ONCE
-        if pairs.shape[-1] < _LEAST or pairs.shape.numel() < _SMALL or self.missing(pairs) is not None:
+        if pairs.shape[-1] < _LEAST or pairs.shape.numel() < _SMALL:
             return False
-        return self.pays(pairs.expression, size, pairs.x1.shape[-1], pairs.dtype, columns, stored)
+        pays = self.pays(pairs.expression, size, pairs.x1.shape[-1], pairs.dtype, columns, stored)
+        missing = self.missing(pairs) if pays else None
+        return pays and (missing is None or (missing == _ABSENT and left_out(self.name, missing)))
 
     def pays(
         self, expression: Expression | None, size: int, d: int, dtype: torch.dtype, columns: int, stored: bool
