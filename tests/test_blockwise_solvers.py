@@ -184,12 +184,12 @@ def test_every_block_size(variant, block_size):
 
 
 def test_defaults():
-    problem = _problem(n=300, name="matern52-ard", columns=2, smooth=True)
+    problem = _problem(n=600, name="matern52-ard", columns=2, smooth=True)
     for solver in (ASkotch(), Skotch(), EigenPro2()):
         solution = solver.solve(problem)
         _check(problem, solution, 1e-3)
         assert solution.report.tol == 1e-3
-        assert "256" in solution.report.preconditioner
+        assert "512" in solution.report.preconditioner
 
 
 def test_bundled_diamonds():

@@ -69,4 +69,5 @@ def level(ax: Any, value: float, text: str) -> None:
     ax.axhline(value, color="0.45", linewidth=1, linestyle=(0, (2, 2)), zorder=1)
     where = {"xy": (1.0, value), "xycoords": ("axes fraction", "data"), "annotation_clip": False}
     shifted = {"xytext": (-2, 3), "textcoords": "offset points"}
-    ax.annotate(text, **where, **shifted, ha="right", va="bottom", color="0.35", fontsize=8.5)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.85}  # curves may run below
+    ax.annotate(text, **where, **shifted, ha="right", va="bottom", color="0.35", fontsize=8.5, bbox=box)

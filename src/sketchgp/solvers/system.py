@@ -17,7 +17,7 @@ from ..random_streams import generator
 from ..settings import memory_budget
 from ..space import SharedSpace, Space, whole
 
-_LEAST_BLOCK = 256
+_LEAST_BLOCK = 512
 _PIVOTS = 64  # of a stored remainder: of kin40k they leave 1e-4 of the entries, and cost a fifth of its time
 # of the Cholesky factorizations for each kernel entry, so that they take a third of the time or less
 _FLOPS_PER_ENTRY = {"cpu": 10, "fused": 4}
@@ -213,7 +213,7 @@ def automatic_block_size(n: int, device: torch.device, engines: Sequence[str] = 
     """Return rows a step, such that factorizing the block takes less time than evaluating its rows of K.
 
     ``b^3 / 3`` operations against ``n b`` entries gives ``b = 5.5 sqrt(n)`` on a CPU, ``3.5 sqrt(n)`` where the engine
-    ``"fused"`` makes all products, ``8 sqrt(n)`` elsewhere; at least 256 and at most n; and no more than the memory
+    ``"fused"`` makes all products, ``8 sqrt(n)`` elsewhere; at least 512 and at most n; and no more than the memory
     budget (:class:`sketchgp.settings.memory_budget`) holds in float64.
 
     :param engines: those of the products with rows of K.
