@@ -31,7 +31,7 @@ import torch
 from tqdm import tqdm
 
 import matvec_limit
-from common import load_average, now
+from common import load_average, now, sources
 from matvec_cells import CHECKED_ROWS, FAMILIES, OURS, RIVALS, Cell, Contestant, Problem, contestants
 from matvec_report import picture, report
 from runner import Benchmark, Group
@@ -296,7 +296,7 @@ def groups(options: argparse.Namespace, directory: Path, results: dict[str, Any]
     def limits() -> None:
         """Each run of this script measures its own limit, and its cells are held against that."""
         print("rates of the machine ...", flush=True)
-        bench.limits = {"date": now(), "load_before": load_average()}
+        bench.limits = {"date": now(), "sources": sources(), "load_before": load_average()}
         for dtype in sorted({cell.dtype for cell in cells if cell.key not in results["cells"]}):
             bench.limits[dtype] = matvec_limit.measure(getattr(torch, dtype), bench.device, options.quick)
         results["limits"].append(bench.limits)

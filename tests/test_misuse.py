@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +149,7 @@ BY_KIND: dict[str, list[Any]] = {
     "float": NOT_NUMBERS,
     "str": NOT_WORDS,
     "Literal": NOT_WORDS,
+    "Matmul": NOT_WORDS,
     "Variance": NOT_WORDS,
     "bool": NOT_FLAGS,
     "Callable": NOT_FUNCTIONS,
@@ -186,7 +188,7 @@ def _wrong(owner: str, parameter: inspect.Parameter) -> list[Any]:
         return OF_ONE_CALL[owner, parameter.name]
     if parameter.name in BY_NAME:
         return BY_NAME[parameter.name]
-    kind = annotation.partition("[")[0] if annotation.startswith(("Callable", "Literal")) else annotation
+    kind = re.sub(r"(Callable|Literal)\[.*", r"\1", annotation).removesuffix(" | Literal")
     assert kind in BY_KIND, f"{owner}: {parameter} has no wrong values in the tables of this file"
     return BY_KIND[kind] if str(parameter.annotation).endswith("None") else [None, *BY_KIND[kind]]
 
