@@ -26,7 +26,6 @@ UNMEASURED = ("device", "paired")  # one needs a GPU, the other two checkouts; r
 OLD = {
     "ablation",
     "acceleration",
-    "acquisition",
     "augmentation",
     "automatic",
     "centers",
@@ -58,7 +57,6 @@ OLD = {
     "taxi",
     "testbed",
     "testbed_defaults",
-    "threshold",
     "variances",
 }
 
