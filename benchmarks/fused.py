@@ -5,7 +5,7 @@ processor second: rectangular matrices, and square ones, of which both engines u
 square of a product with one column, over what the product of absolute values is (of float64 products, the difference
 from tiles).  Compiling: the first product of a kind less a later one, processor seconds.
 
-    python benchmarks/fused.py            # ten minutes on one core; resumes
+    python benchmarks/fused.py            # four minutes on one core; resumes
     python benchmarks/fused.py --quick    # a tenth of the points
     python benchmarks/fused.py --report   # the table again, nothing measured
 """

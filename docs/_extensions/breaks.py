@@ -14,7 +14,7 @@ _SHORT = 18  # a formula or a shape that stays on one line
 _CODE = re.compile(r'<code class="([^"]*literal notranslate)">(.*?)</code>', flags=re.DOTALL)
 _NAME = re.compile(r'<span class="pre">([^<]+)</span>')
 _PLACE = re.compile(r"(?<=[\w)])(?=\()|(?<=[_.,(=/\[])(?=[\w&])|(?<=[a-z])(?=[A-Z])")
-_TAGS = re.compile(r"(<(pre|code|math)\b.*?</\2>|<[^>]+>)", flags=re.DOTALL)
+_PIECE = re.compile(r"<(pre|code|math)\b.*?</\1>|<[^>]+>|(?P<text>[^<]+)", flags=re.DOTALL)
 _TIED = re.compile(
     r"(?<=\d) (?=(?:s|h|m|ms|min|°C|[KMG]i?B|eV)\b)|(?<=\w) (?== [\d√-])|(?<=\w =) (?=[\d√-])"
     r"|(?:(?<=±)|(?<=&lt;)|(?<=Figure)|(?<=Table)|(?<=Algorithm)|(?<=Theorem)) (?=\d)"
@@ -45,10 +45,8 @@ def _text(text: str) -> str:
 
 def _break(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     if "body" in context and page != "genindex":
-        parts = _TAGS.split(_CODE.sub(_code, context["body"]))
-        context["body"] = "".join(
-            _text(part) if place % 3 == 0 else part for place, part in enumerate(parts) if place % 3 < 2
-        )
+        body = _CODE.sub(_code, context["body"])
+        context["body"] = _PIECE.sub(lambda piece: _text(piece["text"]) if piece["text"] else piece[0], body)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
