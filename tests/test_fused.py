@@ -24,7 +24,7 @@ from sketchgp.operators import KernelMatrix, preview_engine, products
 from sketchgp.operators.access import Access, accurate_terms
 from sketchgp.operators.engines import DENSE, FUSED, NEAR_AND_FAR, TILED, choose, self_check
 from sketchgp.operators.engines import fused as module
-from sketchgp.operators.engines.base import left_out
+from sketchgp.operators.engines.base import say_missing
 from sketchgp.preconditioners.rank import Costs
 from test_far_rows import KERNELS as WITH_FAR_ROWS
 from test_far_rows import exactly, sides
@@ -152,7 +152,7 @@ def test_batches_and_gradients():
         assert relative(ours, theirs.grad) < 1e-5
 
 
-def test_tiles_that_are_zero_are_left_out(monkeypatch):
+def test_tiles_that_are_zero_are_say_missing(monkeypatch):
     x = torch.rand(5000, 2, generator=torch.Generator().manual_seed(0))
     kernel = RBFKernel()
     kernel.lengthscale = 0.005
@@ -265,7 +265,7 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch, caplog):
     monkeypatch.setattr(module, "_ONCE", 1)
     assert choose(accurate.pairs) is FUSED
     monkeypatch.setattr(module, "_importable", lambda: False)
-    left_out.cache_clear()
+    say_missing.cache_clear()
     caplog.set_level(logging.INFO, "sketchgp")
     assert choose(named.pairs, 4) is choose(accurate.pairs) is TILED
     assert [choose(matrix.pairs, columns) for matrix, columns, _ in cases[:1] + cases[4:5]] == [DENSE, TILED]

@@ -12,7 +12,7 @@ from pathlib import Path
 from test_floors import SOURCE, imports
 
 LIMITS = {
-    "lines of code": 23_393,
+    "lines of code": 23_392,
     "files": 198,
     "subclasses of LinearOperator": 6,
     "context variables": 8,

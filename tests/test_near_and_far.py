@@ -21,7 +21,7 @@ from sketchgp import InputError
 from sketchgp.operators import KernelMatrix
 from sketchgp.operators.access import AccurateProduct
 from sketchgp.operators.engines import NEAR_AND_FAR, TILED, choose
-from sketchgp.operators.engines.base import left_out
+from sketchgp.operators.engines.base import say_missing
 from sketchgp.operators.engines.near_and_far import Split
 
 pytest.importorskip("finufft")
@@ -150,7 +150,7 @@ def test_without_the_package_tiles_take_its_place(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(f"{FILE}.find_spec", lambda name: None)
-    left_out.cache_clear()
+    say_missing.cache_clear()
     x = cloud(2, 8000, dtype=torch.float32)
     with caplog.at_level(logging.INFO, "sketchgp"):
         assert choose(KernelMatrix.of(kernel_of(1.5, x), x).pairs) is not NEAR_AND_FAR

@@ -19,10 +19,12 @@ class Engine:
 
     :cvar name: what users type as ``matmul=``.
     :cvar precisions: the values of ``precision=`` that it knows.
+    :cvar package: what :meth:`absent` says where a package is missing; None where it needs none.
     """
 
     name: ClassVar[str]
     precisions: ClassVar[tuple[str, ...]] = ("float32",)
+    package: ClassVar[str | None] = None
 
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why no matrix of this device and dtype can be taken, as half a sentence; None where it can."""
@@ -31,6 +33,13 @@ class Engine:
     def missing(self, pairs: Pairs) -> str | None:
         """Return why these pairs cannot be taken, as half a sentence; None where they can."""
         return self.absent(pairs.device, pairs.dtype)
+
+    def takes(self, pairs: Pairs) -> bool:
+        """Return whether these pairs can be taken; where a package alone is missing, the log says so once."""
+        missing = self.missing(pairs)
+        if missing is not None and missing == self.package:
+            say_missing(self.name, missing)
+        return missing is None
 
     def resolution(self, pairs: Pairs) -> float | None:
         """Return c, where the squared distance of features a and b is wrong by at most ``c (|a|^2 + |b|^2)``.
@@ -57,10 +66,9 @@ class Engine:
 
 
 @cache
-def left_out(name: str, missing: str) -> bool:
-    """Return False, and say once that tiles are used in place of an engine whose package is missing."""
+def say_missing(name: str, missing: str) -> None:
+    """Say once that tiles are used in place of an engine whose package is missing."""
     logging.getLogger("sketchgp").info("Tiles take the place of the engine %r: %s", name, missing)
-    return False
 
 
 def folds(pairs: Pairs) -> bool:

@@ -45,7 +45,7 @@ from torch import Tensor
 from ...settings import memory_budget
 from ..pairs import Pairs
 from ..tiles import spans
-from .base import Engine, Gradients, Live, left_out
+from .base import Engine, Gradients, Live
 from .fused import Fused
 
 _NU = {"gauss": math.inf, "matern12": 0.5, "matern32": 1.5, "matern52": 2.5}
@@ -63,7 +63,6 @@ _CUTOFFS = (1.0, 1.1, 1.3, 1.6, 2.0)  # times the expected one, until it leaves 
 _NEAR, _POINT, _MODE = 0.6, (25, 70, 250), (20, 45, 80)
 _MADE, _REST, _ENTRY = (80, 400), 1e8, 0.3
 _USES = 20  # products of a square matrix; others are multiplied once
-_ABSENT = "the package finufft is missing (pip install 'sketchgp[maps]')"
 _FUSED = Fused()
 _TRANSFORM = Lock()  # before version 2.5 finufft gives wrong sums to threads that share a plan
 _COLUMNS = 10  # of a product by tiles, that take as long as evaluating the entries
@@ -345,11 +344,12 @@ class NearAndFar(Engine):
     """Products by a sparse matrix and non-uniform fast Fourier transforms, in memory O(n + grid)."""
 
     name = "near_and_far"
+    package = "the package finufft is missing (pip install 'sketchgp[maps]')"
 
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cpu":
             return "it computes on the CPU"
-        return None if find_spec("finufft") else _ABSENT
+        return None if find_spec("finufft") else self.package
 
     def unsuited(self, pairs: Pairs) -> str | None:
         """Return why such pairs cannot be taken, wherever their points lie, as half a sentence; None where they can."""
@@ -375,9 +375,8 @@ class NearAndFar(Engine):
         entries *= _FUSED.share if _FUSED.serves(pairs, columns) else 1.0
         if pairs.compute_dtype != torch.float32 or entries * uses < _REST or self.unsuited(pairs):
             return False
-        missing = self.missing(pairs)
-        if missing is not None:
-            return missing == _ABSENT and left_out(self.name, missing)
+        if not self.takes(pairs):
+            return False
         made, product = self.found(pairs).cost
         return made / uses + product * (-(-columns // 2)) <= entries
 

@@ -6,7 +6,6 @@ import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -16,14 +15,13 @@ from torch import Tensor
 from ...expression import Atom, Expression, Features, Prepared
 from ...nearby import nearby
 from ...pairs import Pairs
-from ...profiles import GAUSS, LAPLACE, MATERN
+from ...profiles import GAUSS, LAPLACE, MATERN, Profile
 from ...tiles import Piece, spans
-from ..base import Engine, Gradients, left_out
+from ..base import Engine, Gradients
 from ..tiled import Tiled, cut
-from .source import Plan, compiled, unit
+from .source import Layout, Plan, compiled, unit
 
 _TILED = Tiled()
-_ABSENT = "numba is not installed (python -m pip install numba)"
 _SHAPE = (512, 2048)  # rows and columns that a call of a compiled function takes
 _WIDEST = 8  # right-hand sides in one pass
 _MOST = 32  # features, beyond which tiles are several times as fast
@@ -45,11 +43,12 @@ class Fused(Engine):
     """
 
     name = "fused"
+    package = "numba is not installed (python -m pip install numba)"
     share = 0.33  # of the time of tiles, where it is faster: 0.2 to 0.45 with two to eight features
 
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if not _importable():
-            return _ABSENT
+            return self.package
         return None if device.type == "cpu" else f"it runs on CPUs, and the inputs are on {device}"
 
     def missing(self, pairs: Pairs) -> str | None:
@@ -69,8 +68,7 @@ class Fused(Engine):
         if pairs.shape[-1] < _LEAST or pairs.shape.numel() < _SMALL:
             return False
         pays = self.pays(pairs.expression, size, pairs.x1.shape[-1], pairs.dtype, columns, stored)
-        missing = self.missing(pairs) if pays else None
-        return pays and (missing is None or (missing == _ABSENT and left_out(self.name, missing)))
+        return pays and self.takes(pairs)
 
     def pays(
         self, expression: Expression | None, size: int, d: int, dtype: torch.dtype, columns: int, stored: bool
@@ -115,18 +113,11 @@ def count_features(expression: Expression, d: int) -> int:
     return sum(size for atom in expression.atoms for size, _ in _layout(atom, d))
 
 
-def _layout(atom: Atom, d: int) -> list[tuple[int, bool]]:
-    """Return the features that each leaf of an atom has, and whether they are cosines and, as many, sines."""
+def _layout(atom: Atom, d: int) -> Layout:
+    """Return the layout of an atom, one part for each leaf."""
     circles = [type(leaf.kernel) is PeriodicKernel for leaf in atom.leaves]
     sizes = [d if leaf.dims is None else len(leaf.dims) for leaf in atom.leaves]
-    return [(size * (1 + circle), circle) for size, circle in zip(sizes, circles, strict=True)]
-
-
-def _circles(atom: Atom, d: int) -> tuple[tuple[int, int], ...]:
-    """Return of each periodic leaf the first feature, and how many cosines it has."""
-    layout = _layout(atom, d)
-    starts = accumulate((size for size, _ in layout), initial=0)
-    return tuple((start, size // 2) for start, (size, circle) in zip(starts, layout, strict=False) if circle)
+    return tuple((size * (1 + circle), circle) for size, circle in zip(sizes, circles, strict=True))
 
 
 @lru_cache(maxsize=1)
@@ -138,39 +129,38 @@ def _product(pairs: Pairs, prepared: Prepared, rhs: Tensor) -> Tensor:
     """``K rhs`` ``(n, t)`` of one matrix, for rhs ``(m, t)``."""
     assert pairs.expression is not None
     atoms, terms = pairs.expression.atoms, pairs.expression.terms
-    circles = [_circles(atom, pairs.x1.shape[-1]) for atom in atoms]
-    parts = list(zip(prepared.features, atoms, circles, strict=True))
-    packed = [f.once("fused", partial(_packed, f.right, f, a, where)) for f, a, where in parts]
-    right = left = _joined(packed, pairs.shape[-1], rhs.dtype)
-    if not pairs.same:
-        left = _joined([_packed(part[0].left, *part) for part in parts], pairs.shape[-2], rhs.dtype)
+    layouts = [(atom.profile, _layout(atom, pairs.x1.shape[-1])) for atom in atoms]
+    both = list(zip(prepared.features, layouts, strict=True))
+    right = _joined([f.once("fused", partial(_packed, f.right, f, *of)) for f, of in both], pairs.shape[-1], rhs.dtype)
+    left = right if pairs.same else _joined([_packed(f.left, f, *of) for f, of in both], pairs.shape[-2], rhs.dtype)
     alphas = [0.0 if f.alpha is None else float(f.alpha) for f in prepared.features]
     numbers = np.array([*prepared.coefficients.tolist(), *alphas], dtype=right.dtype)
-    sizes = tuple((atom.profile.name, f.right.shape[-1], where) for f, atom, where in parts)
+    kinds = tuple((profile.name, layout) for profile, layout in layouts)
     pieces = list(cut(pairs, _SHAPE, pairs.same))
     result = rhs.new_empty(pairs.shape[-2], rhs.shape[-1])
     for some in spans(rhs.shape[-1], _WIDEST):
         v = rhs[:, some].mT
         width = 1 << (len(v) - 1).bit_length()  # so that few functions are compiled
         vectors = torch.nn.functional.pad(v, (0, 0, 0, width - len(v))).contiguous().numpy()
-        plan = Plan(sizes, terms, width, pairs.same, right.dtype.name)
+        plan = Plan(kinds, terms, width, pairs.same, right.dtype.name)
         sums = _summed(plan, (left, right, vectors, vectors), numbers, pieces)[: len(v)]
         result[:, some] = torch.from_numpy(sums).mT * (prepared.coefficients[0] if len(terms) == 1 else 1.0)
     return result
 
 
-def _packed(x: Tensor, features: Features, atom: Atom, circles: tuple[tuple[int, int], ...]) -> Tensor:
+def _packed(x: Tensor, features: Features, profile: Profile, layout: Layout) -> Tensor:
     """Return features ``(n, p)`` in the units of the compiled functions, ``(p, n)``.
 
     Points on a circle are given by half of their angle, since ``|a - z| = 2 r |sin(angle / 2)|`` takes fewer operations
     and loses no digits.
     """
-    factor = unit(atom.profile) * (1.0 if features.alpha is None else float(features.alpha) ** -0.5)
+    factor = unit(profile) * (1.0 if features.alpha is None else float(features.alpha) ** -0.5)
     packed = (x * factor).mT.contiguous()
-    for first, count in circles:
-        cosines, sines = packed[first : first + 2 * count].double().unflatten(0, (2, count))
-        half, root = torch.atan2(sines, cosines) / 2, (2 * torch.hypot(cosines, sines)).sqrt()
-        packed[first : first + 2 * count] = torch.cat([half.cos() * root, half.sin() * root])
+    for part, (_, circle) in zip(packed.split([size for size, _ in layout]), layout, strict=True):
+        if circle:
+            cosines, sines = part.double().chunk(2)
+            half, root = torch.atan2(sines, cosines) / 2, (2 * torch.hypot(cosines, sines)).sqrt()
+            part.copy_(torch.cat([half.cos() * root, half.sin() * root]))
     return packed
 
 

@@ -36,6 +36,10 @@ _EXPONENTS = {"gauss": "q", "laplace": "q", "rational_quadratic": "alpha{a} * lo
 _FACTORS = {"matern32": "(ONE + LN2 * u)", "matern52": "(ONE + LN2 * u + LN2_SQUARE_THIRD * u * u)"}
 
 
+# of parts of an atom: how many features, and whether they are cosines of half of an angle and, as many, sines
+Layout = tuple[tuple[int, bool], ...]
+
+
 def unit(profile: Profile) -> float:
     """Return the factor of features that puts distances into the units of the text, but for shape parameters."""
     return {GAUSS.name: math.sqrt(LOG2E / 2), RATIONAL_QUADRATIC.name: math.sqrt(0.5)}.get(profile.name, LOG2E)
@@ -45,14 +49,13 @@ def unit(profile: Profile) -> float:
 class Plan:
     """Constants that the source depends on.
 
-    :ivar atoms: the profile of each, its number of features, and those that are points on circles: the first cosine of
-        half of an angle, and how many, before as many sines.
+    :ivar atoms: the profile and the layout of each.
     :ivar terms: as of an ``Expression``.
     :ivar width: right-hand sides; :ivar both: whether each pair counts for both of its points.
     :ivar dtype: of the arithmetic, ``"float32"`` or ``"float64"``.
     """
 
-    atoms: tuple[tuple[str, int, tuple[tuple[int, int], ...]], ...]
+    atoms: tuple[tuple[str, Layout], ...]
     terms: tuple[tuple[int, ...], ...]
     width: int
     both: bool
@@ -61,7 +64,7 @@ class Plan:
     @property
     def features(self) -> int:
         """Features of all atoms."""
-        return sum(size for _, size, _ in self.atoms)
+        return sum(size for _, layout in self.atoms for size, _ in layout)
 
     @property
     def buffer(self) -> int:
@@ -200,16 +203,17 @@ def _product(plan: Plan) -> str:
 def _entry(plan: Plan, r: int) -> list[str]:
     """Return the lines that make the entry ``k`` of a row and a column."""
     lines, first = [], 0
-    for a, (profile, size, circles) in enumerate(plan.atoms):
+    for a, (profile, layout) in enumerate(plan.atoms):
         lines += ["q = ZERO"]
-        sines = {first + start + i: first + start + count + i for start, count in circles for i in range(count)}
-        for k in sorted({*range(first, first + size)} - {*sines.values()}):
-            s = sines.get(k)
-            difference = f"a{k}_{r} - z{k}" if s is None else f"a{s}_{r} * z{k} - a{k}_{r} * z{s}"
-            lines += [f"e = {difference}", f"q += {'abs(e)' if profile == LAPLACE.name else 'e * e'}"]
+        for size, circle in layout:
+            half = size // 2 if circle else 0
+            for k in range(first, first + size - half):
+                s = k + half
+                difference = f"a{s}_{r} * z{k} - a{k}_{r} * z{s}" if circle else f"a{k}_{r} - z{k}"
+                lines += [f"e = {difference}", f"q += {'abs(e)' if profile == LAPLACE.name else 'e * e'}"]
+            first += size
         lines += [f"u = {_EXPONENTS.get(profile, 'sqrt(q)').format(a=a)}", "u = FURTHEST if u > FURTHEST else u"]
         lines += [f"v{a} = {_FACTORS.get(profile, 'ONE')} * exp2(u)"]
-        first += size
     products = [" * ".join(f"v{a}" for a in term) for term in plan.terms]
     if len(products) == 1:  # its coefficient is put into the result
         return [*lines, f"k{r} = {products[0] or 'ONE'}"]
