@@ -58,6 +58,7 @@ class Gradients(Cycles):
     :param followed: points for ``tol="posterior"``; None for some of the system's own.
     :param lanczos_columns: columns whose coefficients are kept, and with ``keep_vectors`` their Lanczos vectors.
 
+    :ivar exact: whether products are float64 ones.
     :ivar bounds: that are certain of the best value, ``(3, ..., t)``.
     """
 
@@ -84,8 +85,8 @@ class Gradients(Cycles):
         space = Space.of(system.n)
         batch = torch.broadcast_shapes(rhs.shape[:-2], system.operator.batch_shape)
         own = space.own(rhs).to(torch.float64)
-        exact = choices.precision == "float64" or system.dtype == torch.float64
-        super().__init__(own.expand(*batch, *own.shape[-2:]), space, exact)
+        super().__init__(own.expand(*batch, *own.shape[-2:]), space)
+        self.exact = choices.precision == "float64" or system.dtype == torch.float64
         self.system, self.preconditioner = system, preconditioner
         self.certificate = Certificate(system, preconditioner, below, space)
         self.goal, self.energy = goal, RemainingEnergy()
@@ -200,19 +201,24 @@ class Gradients(Cycles):
             return Reason.ROUNDED
         careful = not self.exact and self.goal is not None and self.goal.careful
         if careful and bool(self._done(self.residual).all()):
-            self.change_to_float64()
+            self._change_to_float64()
             self.before = torch.full_like(self.residual, torch.inf)
         return self._reached() if bool(self._done(self.residual).all()) else None
 
-    def stuck(self) -> str | None:
-        if self.by_energy and not self.exact and self.steps > _LONG:
-            return "products left much after a long cycle"
+    def stuck(self) -> bool:
+        """Go on with float64 products where float32 ones do not help, and are all that is to blame."""
+        long = self.by_energy and not self.exact and self.steps > _LONG
         open_columns = ~self._done(self.residual)
-        if bool((self.residual > 0.5 * self.before)[open_columns].any()):
-            return "products stopped reducing the true residual"
-        return None
+        if not long and not bool((self.residual > 0.5 * self.before)[open_columns].any()):
+            return False
+        if self.exact:
+            return True
+        trouble = "left much after a long cycle" if long else "stopped reducing the true residual"
+        self._change_to_float64()
+        self.notes.append(f"float32 products {trouble}; went on with float64 ones")
+        return False
 
-    def change_to_float64(self) -> None:
+    def _change_to_float64(self) -> None:
         """Go on with float64 products, and forget the energies that float32 ones have told of."""
         self.exact, self.energy, self.remaining = True, RemainingEnergy(), self._at_most()
         self.taken = self.space.dot(self.value, self.b + self.r)

@@ -64,7 +64,7 @@ class SplitGradients(Cycles):
         predictions: bool = False,
     ) -> None:
         b = matrix.tall.t_matmul(y)
-        super().__init__(b, Space(len(b)), True)
+        super().__init__(b, Space(len(b)))
         self.name, self.size, self.data_rows = name, len(b), matrix.tall.shape[0]
         self.matrix_entries = float(self.size * self.data_rows)
         self.predictions, self.tol, self.right = predictions, tol, tol if predictions else MOVED
@@ -114,13 +114,11 @@ class SplitGradients(Cycles):
     def reached(self) -> Reason | None:
         return Reason.REACHED if bool(self._met(self.true).all()) else None
 
-    def stuck(self) -> str | None:
+    def stuck(self) -> bool:
         hardly = self.energy > _HARDLY * self.before
         if not self.predictions:
             hardly = torch.where(self.true > self.tol, self.true > 0.5 * self.start, hardly)
-        if bool(hardly[~self._met(self.true)].any()):
-            return "entries stopped reducing the residual"
-        return None
+        return bool(hardly[~self._met(self.true)].any())
 
     def finish(self, reason: Reason, quick: bool) -> Outcome:
         if self.cycling or not self.verified:

@@ -64,16 +64,15 @@ class Refined(Method):
 
 
 class Cycles(Refined):
-    """Cycles of a recurrence on ``A d = r``, each from the true residual, in float32 and where need be in float64.
+    """Cycles of a recurrence on ``A d = r``, each from the true residual.
 
-    :ivar exact: whether products are float64 ones.
     :ivar cycling: whether a cycle is open; ``verified``: whether the true residual is that of the value.
     :ivar current: relative residual by the recurrence, ``(..., t)``; ``current_on_cpu`` the same where it was fetched.
     """
 
-    def __init__(self, b: Tensor, space: Space, exact: bool) -> None:
+    def __init__(self, b: Tensor, space: Space) -> None:
         super().__init__(b, space)
-        self.exact, self.cycling, self.verified = exact, False, True
+        self.cycling, self.verified = False, True
         self.current = self.norm[..., :0]
         self.current_on_cpu: Tensor | None = None
 
@@ -81,19 +80,14 @@ class Cycles(Refined):
         return self.current.reshape(-1) if self.current_on_cpu is None else self.current_on_cpu
 
     def judge(self, held_out: Tensor | None) -> Reason | None:
-        """Where a cycle has ended: end, or begin the next one, with float64 products where float32 ones do not help."""
+        """Where a cycle has ended, end the solve or begin the next cycle."""
         if self.cycling:
             return None
         reached = self.reached()
         if reached is not None:
             return reached
-        trouble = self.stuck()
-        if trouble is not None:
-            if self.exact:
-                return Reason.STAGNATED
-            self.change_to_float64()
-            self.notes.append(f"float32 {trouble}; went on with float64 ones")
-        self.open()
+        if not self.stuck():
+            self.open()
         return None if self.cycling else Reason.STAGNATED
 
     def moved(self) -> None:
@@ -106,13 +100,9 @@ class Cycles(Refined):
         """Return why the solve ends here, if all columns are where they are to come to."""
         raise NotImplementedError
 
-    def stuck(self) -> str | None:
-        """Return in words what the last cycle failed at; None if it brought every column forward."""
+    def stuck(self) -> bool:
+        """Return whether another cycle would be in vain, as the last one brought some open column hardly forward."""
         raise NotImplementedError
-
-    def change_to_float64(self) -> None:
-        """Take float64 products from here on."""
-        self.exact = True
 
     def open(self) -> None:
         """Begin a cycle from d = 0."""
