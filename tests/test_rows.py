@@ -28,11 +28,7 @@ from sketchgp.preconditioners import smoothness
 from sketchgp.random_streams import generator
 from sketchgp.settings import memory_budget
 from sketchgp.solvers import System
-from sketchgp.solvers.full.blocks import (
-    Partition,
-    block_inverse,
-    next_block,
-)
+from sketchgp.solvers.full.blocks import Partition, block_inverse, draw_rows, next_block
 from sketchgp.solvers.system import automatic_block_size
 
 KERNELS = {**RADIAL, **GENERIC, "laplace": lambda: ScaleKernel(LaplaceKernel(ard_num_dims=3))}
@@ -577,7 +573,7 @@ def _pass(n, size, generator):
     """The blocks of one pass."""
     rest, blocks = torch.empty(0, dtype=torch.long), []
     while not blocks or (len(rest) and len(blocks) <= n):
-        block, rest = next_block("shuffled", n, size, rest, generator, torch.device("cpu"))
+        block, rest = next_block(n, size, rest, generator, torch.device("cpu"))
         blocks.append(block)
     return blocks
 
@@ -602,7 +598,10 @@ def test_passes_are_shuffled_anew():
 def _counts(sampling, n, size, draws):
     generator, counts = _generator(1), torch.zeros(n)
     for _ in range(draws):
-        block, _ = next_block(sampling, n, size, torch.empty(0, dtype=torch.long), generator, torch.device("cpu"))
+        if sampling == "uniform":
+            block = draw_rows(n, size, generator, torch.device("cpu"))
+        else:
+            block, _ = next_block(n, size, torch.empty(0, dtype=torch.long), generator, torch.device("cpu"))
         counts[block] += 1
     return counts
 
@@ -620,15 +619,13 @@ def test_every_row_is_as_likely(sampling, n, size):
 
 def test_uniform_blocks_are_of_distinct_rows():
     generator, device = _generator(), torch.device("cpu")
-    rest = torch.tensor([5, 6])
     for n, size in [(1, 1), (2, 1), (10, 10), (50, 3), (50, 6), (50, 7), (1000, 120), (1000, 125), (100_000, 500)]:
         seen = set()
         for _ in range(20):
-            block, left = next_block("uniform", n, size, rest, generator, device)
+            block = draw_rows(n, size, generator, device)
             assert len(block) == size
             assert len(block.unique()) == size
             assert 0 <= int(block.min()) <= int(block.max()) < n
-            assert left is rest  # what is left of a pass is of no concern
             seen.add(tuple(block.sort().values.tolist()))
         assert len(seen) > 1 or size == n
 
@@ -637,7 +634,7 @@ def test_uniform_pairs_are_independent():
     """Rows of one block are no likelier together than apart: pairs of a block of 3 of 30, drawn by rejection."""
     generator, counts, draws = _generator(2), torch.zeros(30, 30), 6000
     for _ in range(draws):
-        block, _ = next_block("uniform", 30, 3, torch.empty(0, dtype=torch.long), generator, torch.device("cpu"))
+        block = draw_rows(30, 3, generator, torch.device("cpu"))
         counts[block.unsqueeze(1), block] += 1
     counts.fill_diagonal_(0)
     p = 3 * 2 / (30 * 29)

@@ -58,13 +58,22 @@ def refuse(failed: bool) -> None:
         )
 
 
+def exact_inverse(block: Tensor, noise: Tensor) -> BlockInverse:
+    """Return the inverse of ``block + diag(noise)`` by a Cholesky factorization: ``b^3 / 3`` operations.
+
+    :param block: ``K_bb`` (b, b) in float64; overwritten.
+    """
+    block.diagonal().add_(noise)
+    root, info = torch.linalg.cholesky_ex(block)
+    return BlockInverse(lambda g: cholesky_solve(g, root), 1.0, info > 0)
+
+
 def block_inverse(block: Tensor, noise: Tensor, rank: int | None, generator: torch.Generator) -> BlockInverse:
     """Return the inverse of ``block + diag(noise)``.
 
-    With ``rank=None`` it is exact: a Cholesky factorization, ``b^3 / 3`` operations.  Else P is the rank-r Nystrom
-    approximation of the block plus ``noise + rho``, where rho is its smallest eigenvalue, for ``r b^2`` operations
-    (arXiv:2407.10070, section 3.2 and Algorithm 2); the smoothness is estimated by powering (Algorithm 3).  With
-    ``rank=0`` P is the identity.
+    With ``rank=None`` it is exact.  Else P is the rank-r Nystrom approximation of the block plus ``noise + rho``, where
+    rho is its smallest eigenvalue, for ``r b^2`` operations (arXiv:2407.10070, section 3.2 and Algorithm 2); the
+    smoothness is estimated by powering (Algorithm 3).  With ``rank=0`` P is the identity.
 
     :param block: ``K_bb`` (b, b) in float64; overwritten.
     :param noise: ``(b,)``.
@@ -72,9 +81,7 @@ def block_inverse(block: Tensor, noise: Tensor, rank: int | None, generator: tor
         ``failed`` then.
     """
     if rank is None or rank >= len(block):
-        block.diagonal().add_(noise)
-        root, info = torch.linalg.cholesky_ex(block)
-        return BlockInverse(lambda g: cholesky_solve(g, root), 1.0, info > 0)
+        return exact_inverse(block, noise)
     apply: Callable[[Tensor], Tensor] = torch.nn.Identity()
     if rank:
         factor = whole(gaussian_nystrom(Access(block), rank, generator=generator).factor)
@@ -100,26 +107,25 @@ class SharedInverses:
         self.ahead: list[tuple[Tensor, int]] = []  # rows of blocks, and the rank that has the inverse
         self.own: BlockInverse | None = None
 
-    def inverse(self, rows: Tensor, following: list[Tensor], generator: torch.Generator) -> BlockInverse:
+    def inverse(self, rows: Tensor, following: list[Tensor]) -> BlockInverse:
         """Return the inverse of the block of ``rows`` ``(b,)``, plus noise; a collective, as applying it is.
 
         :param following: the rows of the next blocks, if they are known.
-        :param generator: that of the solve, of which exact inverses draw nothing.
         :raises NumericalError: if a block plus noise is not positive definite.
         """
         if not self.ahead or not torch.equal(self.ahead[0][0], rows):
-            self._factorize([rows, *following], generator)
+            self._factorize([rows, *following])
         _, owner = self.ahead.pop(0)
         self.system.entries += len(rows) ** 2
         return BlockInverse(lambda g: self._apply(g, owner), 1.0)
 
-    def _factorize(self, blocks: list[Tensor], generator: torch.Generator) -> None:
+    def _factorize(self, blocks: list[Tensor]) -> None:
         self.ahead, self.own = [(rows, rank) for rank, rows in enumerate(blocks[: self.shards.count])], None
         entries = self.system.entries  # counted by all ranks, once a block is used
         if self.shards.rank < len(self.ahead):
             rows = self.ahead[self.shards.rank][0]
             block = self.system.block(rows, rows)
-            self.own = block_inverse(block, self.system.diagonal[rows, 0], None, generator).checked()
+            self.own = exact_inverse(block, self.system.diagonal[rows, 0]).checked()
         self.system.entries = entries
 
     def _apply(self, g: Tensor, owner: int) -> Tensor:
@@ -139,16 +145,12 @@ class SharedInverses:
 
 
 def next_block(
-    sampling: str, n: int, size: int, rest: Tensor, generator: torch.Generator, device: torch.device
+    n: int, size: int, rest: Tensor, generator: torch.Generator, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the distinct rows of the next step, and what is left of the partition.
+    """Return the next part of a random order of all rows, and the rows that are left of that order.
 
-    :param sampling: ``"shuffled"``: the next part of a random order of all rows; ``"uniform"``: rows drawn uniformly
-        without replacement, independently of the steps before.
-    :param rest: ``(m,)`` the rows not yet visited in this pass, on the CPU; unused with ``"uniform"``.
+    :param rest: ``(m,)`` the rows not yet visited in this pass, on the CPU.
     """
-    if sampling == "uniform":
-        return draw_rows(n, size, generator, device), rest
     if not len(rest):
         rest = torch.randperm(n, generator=generator)
     parts = -(-len(rest) // size)  # parts of nearly equal size, so that no pass ends in a tiny one
@@ -242,11 +244,11 @@ class InvertedBlocks(BlockMethod):
         self.shared = SharedInverses(system, system.space) if isinstance(system.space, SharedSpace) else None
         self.failed: Tensor | None = None  # whether the block of the last step was not positive definite
 
-    def _following(self, size: int, generator: torch.Generator) -> list[Tensor]:
+    def _following(self, generator: torch.Generator) -> list[Tensor]:
         """Return the rows of the blocks left of a pass, which take nothing from the generator."""
         rest, blocks = self.tensors["rest"].cpu(), []
         while len(rest):
-            rows, rest = next_block("shuffled", self.system.n, size, rest, generator, self.system.device)
+            rows, rest = next_block(self.system.n, self.block_size, rest, generator, self.system.device)
             blocks.append(rows)
         return blocks
 
@@ -280,9 +282,12 @@ class InvertedBlocks(BlockMethod):
         refuse(self.failed is not None and bool(answers[0]))
 
     def _fresh(self, generator: torch.Generator) -> tuple[Tensor, BlockInverse]:
-        system, size, rest = self.system, self.block_size, self.tensors["rest"].cpu()
-        sampling, rank = self.choices.sampling, self.choices.rank
-        rows, self.tensors["rest"] = next_block(sampling, system.n, size, rest, generator, system.device)
-        if self.shared is not None and not self.rank and rank != 0 and sampling == "shuffled":
-            return rows, self.shared.inverse(rows, self._following(size, generator), generator)
+        system, size, rank = self.system, self.block_size, self.choices.rank
+        if self.choices.sampling == "uniform":
+            rows = draw_rows(system.n, size, generator, system.device)
+        else:
+            rest = self.tensors["rest"].cpu()
+            rows, self.tensors["rest"] = next_block(system.n, size, rest, generator, system.device)
+            if self.shared is not None and not self.rank and rank != 0:
+                return rows, self.shared.inverse(rows, self._following(generator))
         return rows, block_inverse(system.block(rows, rows), system.diagonal[rows, 0], rank, generator)

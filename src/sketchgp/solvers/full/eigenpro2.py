@@ -121,7 +121,7 @@ class _EigenPro2(BlockMethod):
     def step(self, r: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         system, tensors, step = self.system, self.tensors, self.numbers["step"]
         size, some, w = self.block_size, tensors["subsample"], tensors["w"]
-        rows, tensors["rest"] = next_block("shuffled", system.n, size, tensors["rest"].cpu(), generator, system.device)
+        rows, tensors["rest"] = next_block(system.n, size, tensors["rest"].cpu(), generator, system.device)
         g = system.residual(rows, w, r)
         correction = tensors["vectors"] @ (tensors["vectors"].mT @ system.cross(some, rows, g))
         here, own = system.space.held(rows)
