@@ -535,7 +535,7 @@ def test_killed_and_resumed(tmp_path, streamed, choices):
             return type(crashed._learner).step(crashed._learner, x, y, *rest, **more)
 
         problem = crashed._problem("learn", *data, *([None] * (3 - len(data))))
-        crashed._learner_for(problem).step = crash
+        crashed._learner_for(problem, problem.n).step = crash
         with pytest.raises(Crash):
             crashed.learn(*data)
         report = resumed.learn(*data)

@@ -99,7 +99,7 @@ class Streamed:
         with torch.no_grad():
             problem = self._problem(owner, x, y, rows)
             self.solver.validate(problem)
-            learner = self._learner_for(problem)
+            learner = self._learner_for(problem, problem.n)
             self.report, _ = self.solver.learn(learner, problem, callback, held_out, progress, owner)
         return self.report
 
@@ -116,7 +116,7 @@ class Streamed:
             problem = self._problem(owner, x, y, None)
             points, y = problem.x, problem.y
             assert torch.is_tensor(points) and y is not None
-            learner = self._learner_for(problem, rows, one=True)
+            learner = self._learner_for(problem, rows)
             checks.same_points(owner, points, learner.features.origin)
             own = problem.targets.encode(owner, y, points)
             compare_ranks(owner, lambda: {"the batch": tensor_mark(points, y)})
@@ -138,17 +138,14 @@ class Streamed:
         self._targets.owner = owner
         return RandomFeatureProblem(self.covar_module, x, y, self._ridge(), self.loss, rows, self._targets)
 
-    def _learner_for(self, problem: RandomFeatureProblem, rows: int | None = None, one: bool = False) -> Learner:
+    def _learner_for(self, problem: RandomFeatureProblem, rows: int | None) -> Learner:
         """Return the present learner, or a new one.
 
-        :param one: whether the data are one batch of more.
+        :param rows: of all batches to come, where that is known.
         """
         learner = self._known()
         if learner is None:
-            if one:
-                learner = self.solver.learner_from(problem, *problem.first(), rows)
-            else:
-                learner = self.solver.learner(problem)
+            learner = self.solver.learner_for(problem, rows)
             self._attach(learner, new=True)
             self._learner, self._learned = learner, self._mark()
         return learner

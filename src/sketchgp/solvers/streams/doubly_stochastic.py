@@ -144,14 +144,14 @@ class DoublyStochastic(Budgeted):
 
         :raises InputError: for a stream without a batch.
         """
-        x, y = problem.first()
-        return self.learner_from(problem, x, y, problem.rows if problem.streamed else len(x))
+        return self.learner_for(problem, problem.n)
 
-    def learner_from(self, problem: RandomFeatureProblem, x: Tensor, y: Tensor, rows: int | None) -> Learner:
-        """Return a function that is 0, for a problem of which a first batch is known.
+    def learner_for(self, problem: RandomFeatureProblem, rows: int | None) -> Learner:
+        """Return a function that is 0, where the problem may be one batch of many.
 
-        :param rows: n, where it is known.
+        :param rows: of all batches, where that is known.
         """
+        x, y = problem.first()
         if isinstance(problem.targets, Targets):
             problem.targets.columns = y.reshape(len(y), -1).shape[1]
         columns = problem.targets.columns or 0

@@ -39,9 +39,9 @@ class Learning(ByEpochs):
     def __init__(
         self, choices: Any, problem: RandomFeatureProblem, learner: Learner, batch_size: int, epochs: int
     ) -> None:
-        total = problem.rows if problem.streamed else len(problem.x)  # type: ignore[arg-type]
-        super().__init__(problem, generator(choices.seed + learner.steps, "doubly stochastic gradients: rows"), total)
-        self.name, self.learner = choices.name, learner
+        stream = generator(choices.seed + learner.steps, "doubly stochastic gradients: rows")
+        super().__init__(problem, stream, problem.n)
+        self.name, self.learner, self.batch_size = choices.name, learner, batch_size
         self.device = learner.coefficients.device
         if isinstance(problem.targets, Labels):
             self.saved = (*Learning.saved, "problem.targets.classes")
@@ -49,7 +49,6 @@ class Learning(ByEpochs):
         self.choices, self.most = choices, epochs
         learner.begin(*(t for t in (problem.x, problem.y) if torch.is_tensor(t)))
         learner.entries, self._visited = 0, learner.visited  # of this solve, and before it
-        self.parts = 1 if problem.streamed else -(-len(problem.x) // batch_size)  # type: ignore[arg-type]
         self.losses = self.losses_of_none = torch.ones(self._shown, dtype=torch.float64)
         self.window = 0
 
@@ -100,7 +99,8 @@ class Learning(ByEpochs):
     def batches(self) -> Iterator[Batch]:
         problem = self.problem
         if torch.is_tensor(problem.x):
-            for rows in self.order.cpu().tensor_split(self.parts)[self.seen :]:
+            parts = -(-len(problem.x) // self.batch_size)
+            for rows in self.order.cpu().tensor_split(parts)[self.seen :]:
                 rows = sent(rows, problem.x.device)
                 yield problem.x[rows], problem.y[rows]
             return

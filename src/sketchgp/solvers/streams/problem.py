@@ -245,6 +245,11 @@ class RandomFeatureProblem:
         return not torch.is_tensor(self.x)
 
     @property
+    def n(self) -> int | None:
+        """Number of rows; None for a stream of unknown length."""
+        return len(self.x) if torch.is_tensor(self.x) else self.rows
+
+    @property
     def once(self) -> bool:
         """Return whether a stream can be gone through once only: a generator, or an object that holds one."""
         if isinstance(self.x, Iterator):
