@@ -208,13 +208,8 @@ def test_arguments_that_do_not_fit(kind: Any, options: dict[str, Any]) -> None:
     """Each is refused at ``fit``, by its name, and nothing is computed."""
     x, y = data()
     name = next(iter(options))
-    with pytest.raises(sketchgp.InputError, match=rf"'{name}' parameter|{name} expects"):
+    with pytest.raises(sketchgp.InputError, match=rf"{name} expects"):
         kind(**options).fit(x, y > 3 if kind is KernelClassifier else y)
-
-
-def test_every_parameter_has_its_constraint() -> None:
-    for kind in (GaussianProcessRegressor, KernelRidge, KernelClassifier):
-        assert set(kind._parameter_constraints) == set(kind().get_params())
 
 
 @pytest.mark.filterwarnings("ignore:GaussianProcessRegressor. all targets")

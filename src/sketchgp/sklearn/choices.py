@@ -6,14 +6,13 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from gpytorch.kernels import Kernel, ScaleKernel
 from sklearn.utils import check_random_state
-from sklearn.utils._param_validation import HasMethods, Interval, InvalidParameterError, StrOptions
+from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from .. import checks
@@ -26,15 +25,6 @@ from ..solvers import ConjugateGradients
 from ..solvers.automatic import automatic_solver
 
 METHODS = ("auto", "exact", "inducing")
-COMMON: dict[str, Any] = {  # what the parameters that all estimators have may be, in scikit-learn's words
-    "kernel": [str, Kernel],
-    "method": [StrOptions(set(METHODS))],
-    "n_inducing": [Interval(Integral, 1, None, closed="left"), None],
-    "solver": [StrOptions({"auto"}), HasMethods("solve")],
-    "device": [str, torch.device, Integral, None],
-    "random_state": ["random_state"],
-    "verbose": ["boolean"],
-}
 TYPES = [np.float64, np.float32]  # of inputs; others are converted to the first
 DIRECT = 2000  # rows up to which a factorization is the fastest
 _EXACT = {"cpu": 20_000, "cuda": 100_000}  # rows that are solved for exactly by default
@@ -45,9 +35,7 @@ _KIND = f"a gpytorch kernel or one of {', '.join(map(repr, BY_NAME))}"
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Estimator:
-    """A base class of the estimators: parameters that all have; those that scikit-learn refuses are our errors, too."""
-
-    _parameter_constraints: ClassVar[dict[str, Any]]
+    """A base class of the estimators, with the parameters that all have."""
 
     method: Literal["auto", "exact", "inducing"] = "auto"
     n_inducing: int | None = None
@@ -56,11 +44,26 @@ class Estimator:
     random_state: Any = None
     verbose: bool = False
 
-    def _validate_params(self) -> None:
+    def _check_common(self) -> None:
+        """Check parameters that some fits do not use.
+
+        :raises InputError: for one that does not fit.
+        """
+        owner = type(self).__name__
+        checks.flag(owner, "verbose", self.verbose)
         try:
-            super()._validate_params()  # type: ignore[misc]
-        except InvalidParameterError as error:
-            raise InputError(str(error)) from None
+            check_random_state(self.random_state)
+        except ValueError:
+            kind = "a seed from 0 to 2^32 - 1, a RandomState"
+            raise checks.refusal(owner, "random_state", kind, self.random_state, optional=True) from None
+
+    def _new_rows(self, X: Any) -> Any:
+        """Return rows to predict as an array.
+
+        :raises InputError: for what is not like the rows of the fit, and before that.
+        """
+        check_is_fitted(self)
+        return validate_data(self, numbers(type(self).__name__, X), dtype=TYPES, reset=False)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Chosen:
 
 def choose(owner: str, method: Any, n_inducing: Any, n: int, device: torch.device) -> Chosen:
     """:raises InputError: for arguments that do not fit."""
+    checks.word(owner, "method", method, METHODS)
     asked = checks.count(owner, "n_inducing", n_inducing, optional=True)
     most = _EXACT.get(device.type, _EXACT["cuda"])
     why = f"{n:,} rows, of at most {most:,} that are solved for exactly by default"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils._param_validation import StrOptions
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 from torch import Tensor
 
 from .. import checks
@@ -20,8 +19,8 @@ from ..one_hot import OneHot
 from ..random_feature_classifier import RandomFeatureClassifier
 from ..solvers import DoublyStochastic
 from ..solvers.streams.problem import CLASSIFICATION
-from .choices import COMMON, TYPES, Estimator, device_of, numbers, ridge_kernel, seed_of
-from .ridge import RIDGE, solve
+from .choices import TYPES, Estimator, device_of, numbers, ridge_kernel, seed_of
+from .ridge import solve
 
 _OWNER = "KernelClassifier"
 _LOSSES = ("squared", *CLASSIFICATION)
@@ -58,8 +57,6 @@ class KernelClassifier(Estimator, ClassifierMixin, BaseEstimator):
     :ivar method_: ``"exact"``, ``"inducing"`` or ``"features"``; :ivar choice_: a sentence on it.
     """
 
-    _parameter_constraints: ClassVar[dict[str, Any]] = {**COMMON, **RIDGE, "loss": [StrOptions(set(_LOSSES))]}
-
     alpha: float = 1.0
     _: KW_ONLY
     loss: Literal["squared", "multinomial", "logistic", "hinge"] = "squared"
@@ -74,7 +71,8 @@ class KernelClassifier(Estimator, ClassifierMixin, BaseEstimator):
         :returns: the estimator.
         :raises InputError: a ``ValueError``, for what does not fit.
         """
-        self._validate_params()
+        self._check_common()
+        checks.word(_OWNER, "loss", self.loss, _LOSSES)
         X, y = validate_data(self, numbers(_OWNER, X), checks.unmasked(_OWNER, "y", y), dtype=TYPES)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
@@ -109,8 +107,7 @@ class KernelClassifier(Estimator, ClassifierMixin, BaseEstimator):
 
     def _scores(self, X: Any, kind: str = "scores") -> Tensor:
         """Return scores ``(m, c)``, or of a model of random features what its method ``kind`` says."""
-        check_is_fitted(self)
-        X = validate_data(self, numbers(_OWNER, X), dtype=TYPES, reset=False)
+        X = self._new_rows(X)
         if self.loss == "squared":
             return self.solution_.predict(X) + self._shares
         parameter = next(self.model_.covar_module.parameters())

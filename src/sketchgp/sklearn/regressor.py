@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import KW_ONLY, dataclass
-from numbers import Integral, Real
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import gpytorch
 import numpy as np
@@ -15,7 +14,6 @@ from gpytorch.distributions import MultivariateNormal
 from gpytorch.likelihoods import FixedNoiseGaussianLikelihood, GaussianLikelihood
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from sklearn.base import BaseEstimator, RegressorMixin
-from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
@@ -29,9 +27,9 @@ from ..models.accelerated.marginal_likelihoods import ExactMarginalLogLikelihood
 from ..posterior_samples import sample_posterior
 from ..predict import predict
 from ..random_streams import generator
-from ..solvers import Cholesky
+from ..solvers import FULL_SOLVERS, INDUCING_POINT_SOLVERS, Cholesky
+from ..solvers.solver import check_solver
 from .choices import (
-    COMMON,
     DIRECT,
     TYPES,
     Estimator,
@@ -102,15 +100,6 @@ class GaussianProcessRegressor(Estimator, RegressorMixin, BaseEstimator):
     :ivar n_features_in_: d; ``feature_names_in_``: names of a pandas table's columns.
     """
 
-    _parameter_constraints: ClassVar[dict[str, Any]] = {
-        **COMMON,
-        "mean": [StrOptions(set(MEANS))],
-        "alpha": [Interval(Real, 0, None, closed="neither"), "array-like", None],
-        "optimizer": [StrOptions({"auto", "lbfgs", "adam"}), None],
-        "normalize_y": ["boolean"],
-        "tuning_rows": [Interval(Integral, 1, None, closed="left"), None],
-    }
-
     kernel: Any = "matern52"
     _: KW_ONLY
     mean: Literal["constant", "linear"] = "constant"
@@ -129,13 +118,17 @@ class GaussianProcessRegressor(Estimator, RegressorMixin, BaseEstimator):
         :returns: the estimator.
         :raises InputError: a ``ValueError``, for what does not fit.
         """
-        self._validate_params()
+        self._check_common()
+        checks.word(_OWNER, "mean", self.mean, MEANS)
+        checks.word(_OWNER, "optimizer", self.optimizer, ("auto", "lbfgs", "adam"), optional=True)
+        checks.flag(_OWNER, "normalize_y", self.normalize_y)
         most = checks.count(_OWNER, "tuning_rows", self.tuning_rows, optional=True)
         X, y = validate_data(self, numbers(_OWNER, X), numbers(_OWNER, y, "y"), dtype=TYPES, y_numeric=True)
         x = checks.copied(X, device_of(_OWNER, self.device))
         targets = self._normalised(np.asarray(y, dtype=np.float64), x)
         seed = seed_of(self.random_state)
         chosen = choose(_OWNER, self.method, self.n_inducing, len(x), x.device)
+        check_solver(_OWNER, self.solver, FULL_SOLVERS if chosen.method == "exact" else INDUCING_POINT_SOLVERS)
         size = 1.0 if self.normalize_y else float(targets.double().square().mean()) or 1.0
         kernel, mean = tuned_kernel(_OWNER, self.kernel, x, size), mean_by_name(self.mean, x.shape[1]).to(x)
         tuned = self.optimizer is not None and not self._constant
@@ -288,8 +281,7 @@ class GaussianProcessRegressor(Estimator, RegressorMixin, BaseEstimator):
         return mean[:, None] + root @ np.random.RandomState(seed).standard_normal((len(mean), count))
 
     def _points(self, X: Any) -> Tensor:
-        check_is_fitted(self)
-        X = validate_data(self, numbers(_OWNER, X), dtype=TYPES, reset=False)
+        X = self._new_rows(X)
         train = self.model_.train_inputs[0]
         return checks.copied(X, train.device, train.dtype)
 

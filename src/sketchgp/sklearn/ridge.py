@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from numbers import Real
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
-from sklearn.utils._param_validation import Interval
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, validate_data
 from torch import Tensor
 
 from .. import checks
@@ -20,7 +18,6 @@ from ..solvers import FULL_SOLVERS, INDUCING_POINT_SOLVERS, Cholesky, FullProble
 from ..solvers.automatic import automatic_inducing_solver, automatic_solver
 from ..solvers.solver import check_solver
 from .choices import (
-    COMMON,
     DIRECT,
     TYPES,
     Chosen,
@@ -32,11 +29,6 @@ from .choices import (
     ridge_kernel,
     seed_of,
 )
-
-RIDGE: dict[str, Any] = {
-    "alpha": [Interval(Real, 0, None, closed="neither")],
-    "gamma": [Interval(Real, 0, None, closed="neither"), None],
-}
 
 
 @dataclass(eq=False, repr=False)
@@ -66,8 +58,6 @@ class KernelRidge(Estimator, MultiOutputMixin, RegressorMixin, BaseEstimator):
     :ivar method_: ``"exact"`` or ``"inducing"``; :ivar choice_: a sentence on it.
     """
 
-    _parameter_constraints: ClassVar[dict[str, Any]] = {**COMMON, **RIDGE}
-
     alpha: float = 1.0
     _: KW_ONLY
     kernel: Any = "rbf"
@@ -82,7 +72,7 @@ class KernelRidge(Estimator, MultiOutputMixin, RegressorMixin, BaseEstimator):
         :returns: the estimator.
         :raises InputError: a ``ValueError``, for what does not fit.
         """
-        self._validate_params()
+        self._check_common()
         y = numbers("KernelRidge", y, "y")
         X, y = validate_data(self, numbers("KernelRidge", X), y, dtype=TYPES, y_numeric=True, multi_output=True)
         x = checks.copied(X, device_of("KernelRidge", self.device))
@@ -102,8 +92,7 @@ class KernelRidge(Estimator, MultiOutputMixin, RegressorMixin, BaseEstimator):
 
     def predict(self, X: Any) -> Any:
         """``f(X)``: ``(m,)`` or ``(m, t)`` for X ``(m, d)``, float64."""
-        check_is_fitted(self)
-        X = validate_data(self, numbers("KernelRidge", X), dtype=TYPES, reset=False)
+        X = self._new_rows(X)
         return self.solution_.predict(X).double().cpu().numpy()
 
 
