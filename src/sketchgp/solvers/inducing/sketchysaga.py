@@ -156,8 +156,8 @@ class Saga(Refined):
     :ivar w: the iterate ``(m, t)``, like all of its shape float64.
     :ivar psi: the table: the residual of each row when it was last seen, ``(n, t)``.
     :ivar total: ``T^T psi``; :ivar noise_term: ``level Kzz w`` as it was last computed.
-    :ivar anchor: what the last sweep left: iterate, residual of rows, its product, noise term.  Entries in x's dtype
-        multiply what w is beyond that iterate only.
+    :ivar anchor: iterate, residual of rows and noise term of the last sweep.  Entries in x's dtype multiply what w is
+        beyond that iterate only.
     :ivar true: relative residual ``(t,)`` of the last sweep, on the CPU; :ivar swept: the epochs at which it was.
     :ivar best: the iterate whose true residual, ``best_true``, is the least so far.
     :ivar extrapolated: ``(t,)`` distance of any prediction from the solution's, in posterior deviations, by the changes
@@ -191,7 +191,7 @@ class Saga(Refined):
         self.changes: list[Tensor] = []
         self.compared: tuple[Tensor, Tensor, Tensor] | None = None
         self.w = self.best = self.total = self.noise_term = torch.zeros_like(self.b)
-        self.psi, self.anchor = self.y, (self.w, self.y, self.total, self.noise_term)
+        self.psi, self.anchor = self.y, (self.w, self.y, self.noise_term)
         self.true = self.best_true = self.current = self.extrapolated = torch.full((self.columns,), math.inf)
         self.seen = torch.zeros(self.columns)
         self._prepare()
@@ -263,10 +263,11 @@ class Saga(Refined):
         rows = draw_rows(self.n, self.block_size, self.generator, self.device)
         space = Space.of(len(rows))
         own = rows[space.span]
-        part, change = self.tall.part(own), self.w - self.anchor[0]
+        w, psi, noise_term = self.anchor
+        part, change = self.tall.part(own), self.w - w
         if self.iterations % self.every == 0:
-            self.noise_term = self.anchor[3] + self._noise_term(change)
-        new = torch.addmm(self.anchor[1][own], part, change)
+            self.noise_term = noise_term + self._noise_term(change)
+        new = torch.addmm(psi[own], part, change)
         aux = part.mT @ (new - self.psi[own])
         self.evaluated.entries += (len(rows) - len(own)) * self.tall.shape[1]
         new, aux = space.whole(new), space.total(aux)
@@ -376,8 +377,8 @@ class Saga(Refined):
 
     def _start_anew(self, psi: Tensor, total: Tensor, noise_term: Tensor) -> None:
         """From w, where this is the residual of rows, its product, and the noise's term."""
-        self.anchor, self.swept = (self.w, psi, total, noise_term), self.done
-        self._compare(psi, noise_term)
+        self.anchor, self.swept = (self.w, psi, noise_term), self.done
+        self._compare()
         self.psi, self.total, self.noise_term = psi.clone(), total, noise_term
         r = total + noise_term
         self.true = self.current = self.relative(r)
@@ -385,12 +386,12 @@ class Saga(Refined):
         if largest_of(self.true) < largest_of(self.best_true):
             self.best, self.best_true = self.w, self.true
 
-    def _compare(self, psi: Tensor, noise_term: Tensor) -> None:
+    def _compare(self) -> None:
         """Measure the change since the last look, in the norm that bounds predictions, and estimate what is to come.
 
         Looks are at epochs that grow by a constant factor (:mod:`sketchgp.solvers.energy`).
         """
-        w = self.anchor[0]
+        w, psi, noise_term = self.anchor
         if self.compared is not None:
             if self.done < self.next_look - _ROUNDED:
                 return
@@ -401,7 +402,7 @@ class Saga(Refined):
             remaining = remaining_change(self.changes)
             self.extrapolated = torch.full_like(self.seen, math.inf) if remaining is None else remaining
             self.next_look = self.done + max(1.0, (_GROWING - 1) * (self.done - self.origin))
-        self.compared = w, psi, noise_term
+        self.compared = self.anchor
 
     def _within(self) -> bool:
         """Return whether predictions are as near as they shall be, by the last look."""

@@ -24,7 +24,7 @@ from ...distributed import in_force, of_rank_0
 from ...errors import InputError, warn
 from ...fingerprint import tensor_mark, text_mark
 
-_FORMAT = 8
+_FORMAT = 9
 
 
 class Checkpoint:
