@@ -152,7 +152,7 @@ def test_a_solve_that_crashes_again_and_again(name, streamed, dtype, path, at_st
         except Crash:
             state = _state(path)
             reached.append(state["iterations"])
-            pending += state["waiting"] > 0
+            pending += state["unprojected"] > 0
             assert state["seen"] == state["iterations"] % 15
     assert reached == list(range(16, expected.report.iterations, 16))
     assert pending or name == "3"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -29,13 +30,14 @@ class Epochs(ByEpochs):
     :param choices: the solver; :param model: at f = 0.
     :param block_size: points of a batch of tensors; :param generator: of the orders of rows.
     :param checked: training points ``(c, d)`` and targets ``(c, t)`` float64 on which the weights returned are judged.
-    :ivar least: held-out error so far; :ivar waited: windows since it was that.
+    :ivar unprojected: batches since the last projection, of ``delay`` that there are to be.
+    :ivar least: held-out error so far; :ivar without_progress: windows since then.
     """
 
     saved: tuple[str, ...] = (
         "average", "best", "first", "order", "squares", "targets",
-        "epoch", "seen", "rows", "total", "largest", "waiting", "projections", "delay", "scale", "without_noise",
-        "least", "waited", "end", "cooling",
+        "epoch", "seen", "rows", "total", "largest", "unprojected", "projections", "delay", "scale", "without_noise",
+        "least", "without_progress", "end", "cooling",
     )  # fmt: skip
     letter = "m"
     judges_held_out = True
@@ -57,7 +59,7 @@ class Epochs(ByEpochs):
         counted = (f"projection.{name}" for name in model.projection.counted)
         self.saved = (*Epochs.saved, *(f"model.{name}" for name in (*model.changed, *counted)))
         self.delay = self._next_delay()
-        self.projections = self.largest = self.waiting = self.waited = 0
+        self.projections = self.largest = self.unprojected = self.without_progress = 0
         self.average = self.first = model.base
         self.best: Tensor | None = None
         self.scale, self.least = float("nan"), float("inf")
@@ -84,14 +86,14 @@ class Epochs(ByEpochs):
         self.without_noise = level > 0 and not self.total
         self.largest = max(self.largest, b)  # a step for each size would weigh the points of small batches more
         step = self.choices.step_scale * model.directions.step(self.largest, ridge) * self._cooled()
-        self.waiting += 1
-        g = model.step(x, y, step, step * b * ridge, last=self.waiting == self.delay)
+        self.unprojected += 1
+        g = model.step(x, y, step, step * b * ridge, last=self.unprojected == self.delay)
         self._watch(g, y)
-        if self.waiting == self.delay:
+        if self.unprojected == self.delay:
             self._project()
         self.whole = self.batch_ends(b)
         if self.whole:
-            if self.waiting:
+            if self.unprojected:
                 self._project()
             self.end_epoch(self.rows)
         return self.whole
@@ -130,7 +132,7 @@ class Epochs(ByEpochs):
         squares, targets = fetched(g.square().sum(dim=0), y.square().sum(dim=0))
         self.squares, self.targets = self.squares + squares, self.targets + targets
         mean, size = (largest_of(part) / len(g) for part in (squares, targets))
-        if self.scale != self.scale:
+        if math.isnan(self.scale):  # the first batch
             self.scale = mean
         if not mean <= _DIVERGED * max(self.scale + size, torch.finfo(torch.float64).tiny):
             raise NumericalError(
@@ -142,7 +144,7 @@ class Epochs(ByEpochs):
     def _project(self) -> None:
         self.model.project()
         self.projections += 1
-        self.waiting, self.delay = 0, self._next_delay()
+        self.unprojected, self.delay = 0, self._next_delay()
         weight = (_RECENT + 1) / (self.projections + _RECENT) if self.choices.averaging else 1.0
         self.average = self.average.lerp(self.model.base, weight)
 
@@ -158,16 +160,17 @@ class Epochs(ByEpochs):
         if held_out is not None:
             mean = float(held_out.square().mean().sqrt())
             better = mean < self.least and not self.without_noise
-            self.waited = 0 if better else self.waited + 1
+            self.without_progress = 0 if better else self.without_progress + 1
             if better:
                 self.least, self.best = mean, self.average
         if not self.whole:
             return None
         if self.epoch >= choices.epochs:
             return Reason.FINISHED
-        if choices.patience is not None and self.waited >= choices.patience:
+        if choices.patience is not None and self.without_progress >= choices.patience:
             if choices.cooldown and self.epoch < self.cooling:  # it may be the noise of a constant step
-                self.cooling, self.end, self.waited = self.epoch, min(choices.epochs, self.epoch + choices.patience), 0
+                self.cooling, self.end = self.epoch, min(choices.epochs, self.epoch + choices.patience)
+                self.without_progress = 0
             elif not choices.cooldown or self.epoch >= self.cooling + choices.patience:
                 return Reason.EARLY
         elif self.epoch >= self.end:
@@ -181,7 +184,7 @@ class Epochs(ByEpochs):
     def close(self) -> bool:
         if not self.seen:
             return False
-        if self.waiting:
+        if self.unprojected:
             self._project()
         self.whole = False
         return True

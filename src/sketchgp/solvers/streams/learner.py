@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -178,7 +179,7 @@ class Learner:
     def _plain(self, phi: Tensor, slope: Tensor, ridge: float, rows: int) -> Tensor:
         """``f <- (1 - step lambda) f - step l'(f(x), y) k_j(x, .)`` with ``k_j`` the kernel of the features of the
         step: Algorithm 1 of the paper.  The last term is returned, to be subtracted."""
-        if self.first_step != self.first_step:
+        if math.isnan(self.first_step):
             self._choose_step(Space.of(rows).whole(phi), ridge)
         step = self.first_step / (1 + self.steps / self.settles)
         self.coefficients *= 1 - step * ridge
