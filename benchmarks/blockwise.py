@@ -169,7 +169,7 @@ def follow_conjugate_gradients(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)
         try:
-            _, report, _ = solver.run(system, columns, built, name=choice.name, setup_seconds=setup, progress=False)
+            _, report = solver.run(system, columns, built, name=choice.name, setup_seconds=setup, progress=False)
         except _TimeIsUp:
             return result | {"reason": "ran out of time", "iterations": system.products, "notes": []}
     return result | {

@@ -174,12 +174,12 @@ def test_nothing_is_certain_of_a_matrix_that_was_rounded_to_float32():
     matrix = (-(x[:, None] - x).square().sum(dim=-1)).exp().float()
     rhs = normal(60, 2, dtype=torch.float32)
     solver = sketchgp.ConjugateGradients(tol=1e-3)
-    _, report, _ = solver.run(System(DenseLinearOperator(matrix), torch.full((60,), 0.1)), rhs, None)
+    _, report = solver.run(System(DenseLinearOperator(matrix), torch.full((60,), 0.1)), rhs, None)
     assert report.error_bound is None
     noise = torch.full((60,), 0.1, dtype=torch.float64)
-    _, report, _ = solver.run(System(DenseLinearOperator(matrix.double()), noise), rhs.double(), None)
+    _, report = solver.run(System(DenseLinearOperator(matrix.double()), noise), rhs.double(), None)
     assert report.error_bound.shape == (2,)
-    _, report, _ = solver.run(System(DenseLinearOperator(matrix.double()), 1e-15 * noise), 0 * rhs.double(), None)
+    _, report = solver.run(System(DenseLinearOperator(matrix.double()), 1e-15 * noise), 0 * rhs.double(), None)
     assert report.error_bound is None  # the roundoff of the matrix is as large as the noise
 
 
@@ -372,7 +372,7 @@ def test_the_estimate_of_the_error_of_predictions(dtype, noise):
     choice = sketchgp.RPCholesky(rank=40)
     system, columns = problem.system(), problem.y.double().unsqueeze(1)  # weights in float64, as a model has them
     built = choice.build(system.operator, problem.noise_vector)
-    value, report, _ = sketchgp.ConjugateGradients(tol="posterior").run(system, columns, built, below=True)
+    value, report = sketchgp.ConjugateGradients(tol="posterior").run(system, columns, built, below=True)
     assert report.converged and report.judged == "predictions" and report.tol == 0.01
     found = error_in_deviations(problem, value[:, 0], x)
     assert report.max_deviations <= 0.01 and found <= 0.02
@@ -476,7 +476,7 @@ def test_batches_are_followed_one_by_one():
     noise = torch.tensor([[1e-2], [1.0]], dtype=torch.float64).expand(2, 120)
     rhs = normal(2, 120, 1)
     solver, system = sketchgp.ConjugateGradients(tol="posterior"), System(DenseLinearOperator(matrix), noise)
-    value, report, _ = solver.run(system, rhs, None)
+    value, report = solver.run(system, rhs, None)
     assert report.converged and report.deviations.shape == (2,)
     for i, kernel in enumerate(kernels):
         problem = sketchgp.FullProblem(kernel, x[i], rhs[i, :, 0], float(noise[i, 0]))

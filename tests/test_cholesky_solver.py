@@ -66,7 +66,7 @@ def test_matern12_with_little_noise_agrees_with_conjugate_gradients():
 def test_batches():
     x = torch.stack([points(20, seed=s) for s in range(2)])
     noise = torch.full((2, 20), 0.1, dtype=torch.float64)
-    value, report, _ = Cholesky().run(System(KernelMatrix.of(_kernel(), x), noise), normal(2, 20, 3))
+    value, report = Cholesky().run(System(KernelMatrix.of(_kernel(), x), noise), normal(2, 20, 3))
     matrix = _kernel()(x).to_dense().detach() + 0.1 * identity(20)
     assert relative(value, torch.linalg.solve(matrix, normal(2, 20, 3))) < 1e-10
     assert report.columns == 6

@@ -400,7 +400,7 @@ def test_interrupt_in_a_product_keeps_the_iterate():
     matrix = dense(problem.kernel, problem.x)
     system = System(_Interrupting(matrix), problem.noise_vector)
     with pytest.warns(ConvergenceWarning, match="interrupted after 3 iterations"):
-        value, report, _ = ConjugateGradients().run(system, problem.y.unsqueeze(-1), None, keep_interrupted=True)
+        value, report = ConjugateGradients().run(system, problem.y.unsqueeze(-1), None, keep_interrupted=True)
     assert relative(report.residual, _true_residual(problem, value)) < 1e-9
     with quiet():
         expected = ConjugateGradients(max_iterations=3).solve(problem, preconditioner=None).value
@@ -415,7 +415,7 @@ def test_interrupt_in_the_checking_product_keeps_the_iterate():
     system.operator.at = plain.report.work["products"]  # five iterations, then the product that gives the true residual
     try:
         with quiet():
-            value, report, _ = ConjugateGradients(max_iterations=5).run(
+            value, report = ConjugateGradients(max_iterations=5).run(
                 system, problem.y.unsqueeze(-1), None, keep_interrupted=True
             )
     except KeyboardInterrupt:
@@ -430,7 +430,7 @@ def test_an_interrupted_training_step_stops():
     problem = _problem(noise=1e-4)
     system = System(_Interrupting(dense(problem.kernel, problem.x)), problem.noise_vector)
     with pytest.raises(KeyboardInterrupt):
-        ConjugateGradients().run(system, problem.y.unsqueeze(-1), None, lanczos_columns=1)
+        ConjugateGradients().lanczos(system, problem.y.unsqueeze(-1), None)
 
 
 # --- matrices that are not what was promised ------------------------------------------------------------------
@@ -448,7 +448,7 @@ def test_indefinite_matrix(negative, dtype):
     values[:negative] *= -1
     matrix = with_spectrum(values).to(dtype)
     with pytest.warns(ConvergenceWarning):
-        value, report, _ = _run(matrix, normal(50, 2, dtype=dtype), max_iterations=500)
+        value, report = _run(matrix, normal(50, 2, dtype=dtype), max_iterations=500)
     assert not report.converged
     assert bool(torch.isfinite(value).all())
     assert any("non-positive curvature" in note for note in report.notes)
@@ -480,7 +480,7 @@ def test_batches_of_systems(preconditioner, dtype):
     built = None if preconditioner is None else preconditioner.build(operator, noise)
     rhs = normal(3, 60, 4, dtype=dtype)
     tol = 1e-4 if dtype == torch.float64 else 1e-3  # which float32 values can meet
-    value, report, _ = ConjugateGradients(tol=tol).run(System(operator, noise), rhs, built)
+    value, report = ConjugateGradients(tol=tol).run(System(operator, noise), rhs, built)
     assert value.shape == rhs.shape
     assert report.converged
     assert report.columns == 12
@@ -493,7 +493,7 @@ def test_batches_of_systems(preconditioner, dtype):
 def test_a_batch_of_right_hand_sides_for_one_matrix():
     problem = _problem(n=60)
     rhs = normal(2, 60, 3)
-    value, report, _ = ConjugateGradients(tol=1e-8).run(problem.system(), rhs, RPCholesky(10).build(
+    value, report = ConjugateGradients(tol=1e-8).run(problem.system(), rhs, RPCholesky(10).build(
         problem.system().operator, problem.noise_vector))  # fmt: skip
     assert relative(value, torch.linalg.solve(_matrix(problem), rhs)) < 1e-6
     assert report.columns == 6
@@ -521,7 +521,7 @@ def test_log_determinant_from_lanczos_matrices(preconditioner, dtype):
         start = float(built.log_determinant())
     solver = ConjugateGradients(tol=1e-9 if dtype == torch.float64 else 1e-4, max_iterations=n)
     with quiet():
-        _, _, lanczos = solver.run(system, probes.to(dtype), built, lanczos_columns=n)
+        lanczos, _ = solver.lanczos(system, probes.to(dtype), built)
     assert lanczos.shape[0] == n
     assert lanczos.dtype == dtype
     # probe i has norm 1 in the inner product of P^-1, so each quadrature has weight 1
@@ -531,16 +531,16 @@ def test_log_determinant_from_lanczos_matrices(preconditioner, dtype):
 
 
 def test_lanczos_matrices_of_columns_that_end_early():
-    """Rows past a column's end are unit rows, which add nothing to a logarithm; later columns give no matrix."""
+    """Rows past a column's end are unit rows, which add nothing to a logarithm."""
     values = torch.tensor([1.0, 2.0, 4.0] + [8.0] * 17, dtype=torch.float64)
     matrix, noise = with_spectrum(values), 0.5
     basis = torch.linalg.eigh(matrix).eigenvectors
-    rhs = torch.stack([basis[:, 0], basis[:, 0] + basis[:, 1], basis.sum(1), normal(20, seed=4)], dim=1)
+    rhs = torch.stack([basis[:, 0], basis[:, 0] + basis[:, 1], basis.sum(1)], dim=1)
     system = System(DenseLinearOperator(matrix), torch.full((20,), noise, dtype=torch.float64))
-    _, _, lanczos = ConjugateGradients(tol=1e-10).run(system, rhs, None, lanczos_columns=3)
+    lanczos, _ = ConjugateGradients(tol=1e-10).lanczos(system, rhs, None)
     assert lanczos.shape == (3, 4, 4)
     assert torch.allclose(lanczos, lanczos.mT)
-    unit = rhs[:, :3] / rhs[:, :3].norm(dim=0)
+    unit = rhs / rhs.norm(dim=0)
     exact = ((basis.mT @ unit).square() * (torch.linalg.eigvalsh(matrix) + noise).log().unsqueeze(1)).sum(0)
     assert relative(_quadrature(lanczos), exact) < 1e-9
     assert torch.allclose(lanczos[0, 1:, 1:], identity(3))
@@ -549,7 +549,7 @@ def test_lanczos_matrices_of_columns_that_end_early():
 
 def test_lanczos_matrices_of_zero_columns():
     system = _problem(n=20).system()
-    _, _, lanczos = ConjugateGradients().run(system, torch.zeros(20, 2, dtype=torch.float64), None, lanczos_columns=2)
+    lanczos, _ = ConjugateGradients().lanczos(system, torch.zeros(20, 2, dtype=torch.float64), None)
     assert torch.equal(lanczos, torch.ones(2, 1, 1, dtype=torch.float64))
 
 
@@ -557,7 +557,7 @@ def test_lanczos_matrices_of_a_batch():
     x = torch.stack([points(30, seed=s) for s in range(2)])
     operator, noise = KernelMatrix.of(_kernel(), x), torch.full((2, 30), 0.2, dtype=torch.float64)
     rhs = identity(30).expand(2, 30, 30)
-    _, _, lanczos = ConjugateGradients(tol=1e-10).run(System(operator, noise), rhs, None, lanczos_columns=30)
+    lanczos, _ = ConjugateGradients(tol=1e-10).lanczos(System(operator, noise), rhs, None)
     matrices = _kernel()(x).to_dense().detach() + 0.2 * identity(30)
     assert relative(_quadrature(lanczos).sum(0), torch.linalg.slogdet(matrices).logabsdet) < 1e-7
 
@@ -608,6 +608,6 @@ def test_cached_preconditioner_serves_the_solver():
     system = problem.system()
     built = cache.get(system.operator, problem.noise_vector)
     with record_solves() as solves:
-        value, _, _ = ConjugateGradients(tol=1e-8).run(system, problem.y.unsqueeze(-1), built, name="RPCholesky")
+        value, _ = ConjugateGradients(tol=1e-8).run(system, problem.y.unsqueeze(-1), built, name="RPCholesky")
     assert solves[0].rank == 40
     assert relative(value[:, 0], torch.linalg.solve(_matrix(problem), problem.y)) < 1e-4

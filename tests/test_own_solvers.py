@@ -45,8 +45,8 @@ class WithRun(Dense):
     """Solves any system too."""
 
     def run(self, system: Any, rhs: torch.Tensor) -> Any:
-        value, report, _ = sketchgp.Cholesky().run(system, rhs)
-        return value, _report("WithRun", report), None
+        value, report = sketchgp.Cholesky().run(system, rhs)
+        return value, _report("WithRun", report)
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,9 @@ class NoisePath:
         """Return all results at this noise."""
         system = System(self.operator, torch.full_like(self.residual, noise))
         built = LowRankPlusDiagonal(self.factor, system.noise + self.shift)
-        solved, report, _ = self.rough.run(system, self.columns, built, name=self.name, initial=self.start(noise))
+        solved, report = self.rough.run(system, self.columns, built, name=self.name, initial=self.start(noise))
         right, first = self.columns[:, :1], solved[:, :1]
-        weights, refined, _ = self.solver.run(system, right, built, name=self.name, initial=first)
+        weights, refined = self.solver.run(system, right, built, name=self.name, initial=first)
         solutions = torch.cat([weights, solved[:, 1:]], dim=1)
         self.known.append((solutions, system.product(solutions) - noise * solutions))
         remainder = right - system.accurate_product(weights)
@@ -159,7 +159,7 @@ class NoisePath:
         shapes = (built.rank, self.probes), (self.n, self.probes)
         normal = [torch.randn(shape, dtype=torch.float64, generator=stream) for shape in shapes]
         u = built.sample(*(part.to(self.residual.device) for part in normal))
-        _, report, matrices = self.rough.run(system, u, built, name=self.name, lanczos_columns=self.probes)
+        matrices, report = self.rough.lanczos(system, u, built, name=self.name)
         values, vectors = torch.linalg.eigh(matrices)
         logs = (vectors[:, 0].square() * values.clamp(min=1e-300).log()).sum(dim=1)
         each = (u * built.apply_inverse(u)).sum(dim=0) * logs

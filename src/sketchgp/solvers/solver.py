@@ -55,10 +55,10 @@ class Solver(Protocol[Problem]):
 class SystemSolver(Protocol):
     """A solver of linear systems that are no :class:`FullProblem`: sums of covariances, batches, several tasks."""
 
-    def run(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport, Tensor | None]:
+    def run(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport]:
         """Solve one system (or each of a batch) with rhs ``(..., n, t)`` and record its report.
 
-        :returns: the value in rhs's shape and dtype, the report, and None where others return Lanczos matrices.
+        :returns: the value in rhs's shape and dtype, and the report.
         """
         ...
 
@@ -114,8 +114,7 @@ def solve_system(solver: Solver[FullProblem], system: System, rhs: Tensor) -> tu
     :raises InputError: where the system is no full problem, and the solver solves nothing else.
     """
     if isinstance(solver, SystemSolver):
-        value, report, _ = solver.run(system, rhs)
-        return value, report
+        return solver.run(system, rhs)
     matrix = system.operator
     plain = isinstance(matrix, KernelMatrix) and matrix.same and not matrix.batch_shape and rhs.dim() == 2
     if not plain or system.noise.dim() > 1:

@@ -177,8 +177,7 @@ class Acceleration:
         if not isinstance(solver, ConjugateGradients):
             return _solve_from(solver, system, rhs, start)
         chosen = self.preconditioned(self.build(system.operator, system.noise, differentiable=False))
-        value, report, _ = solver.run(system, rhs, setup_seconds=self.cache.take_seconds(), **chosen, **options)
-        return value, report
+        return solver.run(system, rhs, setup_seconds=self.cache.take_seconds(), **chosen, **options)
 
 
 def _tolerance(evaluation: bool) -> float:
@@ -197,7 +196,7 @@ def _solve_from(solver: Any, system: System, rhs: Tensor, before: Tensor | None)
     if warm and before is not None and before.shape == rhs.shape and before.device == rhs.device:
         residual = rhs.to(torch.float64) - system.accurate_product(before)
         if bool((residual.norm(dim=0) < rhs.norm(dim=0)).all()):
-            value, report, _ = solver.run(system, rhs, initial=before)
+            value, report = solver.run(system, rhs, initial=before)
             report.notes.append("began with the solution that a fit has left")
             return value, report
     return solve_system(solver, system, rhs)

@@ -95,11 +95,11 @@ class BlockSolver(FullSolver):
         """
         self.validate(problem)
         options = self._full_options(problem, matmul, initial, callback, held_out, progress)
-        value, report, _ = self.run(problem.system(matmul), problem.y.reshape(len(problem.x), -1), **options)
+        value, report = self.run(problem.system(matmul), problem.y.reshape(len(problem.x), -1), **options)
         return Solution(value.reshape(problem.y.shape), report, problem)
 
     @torch.no_grad()
-    def run(self, system: System, rhs: Tensor, **options: Any) -> tuple[Tensor, SolveReport, Tensor | None]:
+    def run(self, system: System, rhs: Tensor, **options: Any) -> tuple[Tensor, SolveReport]:
         """Solve one system (or each of a batch) with rhs ``(..., n, t)`` and record one report of all.
 
         :param options: ``initial``, ``callback``, ``held_out`` and ``progress`` as those of :meth:`solve`;
@@ -114,7 +114,7 @@ class BlockSolver(FullSolver):
         values, reports = zip(*solved, strict=True)
         report = merged(reports)
         conclude(report)
-        return torch.stack(values).reshape(rhs.shape) if batch else values[0], report, None
+        return torch.stack(values).reshape(rhs.shape) if batch else values[0], report
 
     def _run(self, system: System, rhs: Tensor, **options: Any) -> tuple[Tensor, SolveReport]:
         """Solve one system.

@@ -42,14 +42,13 @@ class Cholesky:
             definite in float64.
         """
         self.validate(problem)
-        value, report, _ = self.run(problem.system("tiled"), problem.y.reshape(problem.y.shape[0], -1))
+        value, report = self.run(problem.system("tiled"), problem.y.reshape(problem.y.shape[0], -1))
         return Solution(value.reshape(problem.y.shape), report, problem)
 
     @torch.no_grad()
-    def run(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport, Tensor | None]:
+    def run(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport]:
         """Solve one system (or a batch) with rhs ``(..., n, t)`` and record its report."""
-        value, report, _ = self.factorize(system, rhs)
-        return value, report, None
+        return self.factorize(system, rhs)[:2]
 
     @torch.no_grad()
     def factorize(self, system: System, rhs: Tensor) -> tuple[Tensor, SolveReport, Tensor]:

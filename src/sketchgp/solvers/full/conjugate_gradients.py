@@ -117,7 +117,7 @@ class ConjugateGradients(FullSolver):
             options |= {"name": choice.name, "below": choice.below}
             notes = [choice.note(system.n)]
         columns = problem.y.reshape(system.n, -1)
-        value, report, _ = self.run(system, columns, built, setup_seconds=clock() - began, **options)
+        value, report = self.run(system, columns, built, setup_seconds=clock() - began, **options)
         report.notes += filter(None, notes)
         return Solution(value.reshape(problem.y.shape), report, problem)
 
@@ -130,11 +130,10 @@ class ConjugateGradients(FullSolver):
         name: str = "none",
         below: bool = False,
         setup_seconds: float = 0.0,
-        lanczos_columns: int = 0,
         goal: Goal | None = None,
         followed: FollowedPoints | None = None,
         **options: Any,
-    ) -> tuple[Tensor, SolveReport, Tensor | None]:
+    ) -> tuple[Tensor, SolveReport]:
         """Solve one system (or a batch) and record its report.
 
         :param rhs: ``(..., n, t)``.
@@ -143,18 +142,24 @@ class ConjugateGradients(FullSolver):
         :param below: whether the preconditioner lies below the matrix (:attr:`Preconditioner.below`), which makes the
             certified error small.
         :param setup_seconds: what making the preconditioner took.
-        :param lanczos_columns: return the Lanczos matrices of the first so many columns as well,
-            ``(columns, ..., k, k)``; columns that ended before iteration k are padded with ones.
         :param options: ``initial``, ``callback``, ``held_out`` and ``progress`` as those of :meth:`solve`;
             ``keep_interrupted`` to return the best iterate with a warning on Ctrl-C, instead of raising.
-        :returns: the solution in rhs's dtype, its report, and the Lanczos matrices or None.
+        :returns: the solution in rhs's dtype, and its report.
         """
-        method = self._method(
-            system, rhs, preconditioner, below=below, goal=goal, followed=followed, lanczos_columns=lanczos_columns
-        )
+        method = self._method(system, rhs, preconditioner, below=below, goal=goal, followed=followed)
         value, report = self._run(method, rhs, name, began=clock() - setup_seconds, **options)
-        matrices = method.lanczos.matrices().to(rhs.dtype) if lanczos_columns else None
-        return value.to(rhs.dtype), report, matrices
+        return value.to(rhs.dtype), report
+
+    def lanczos(
+        self, system: System, rhs: Tensor, preconditioner: LowRankPlusDiagonal | None, *, name: str = "none"
+    ) -> tuple[Tensor, SolveReport]:
+        """Solve as :meth:`run` does, for the Lanczos matrices of all columns ``(t, ..., k, k)``, and the report.
+
+        Columns that ended before iteration k are padded with ones.
+        """
+        method = self._method(system, rhs, preconditioner, lanczos_columns=rhs.shape[-1])
+        _, report = self._run(method, rhs, name, began=clock())
+        return method.lanczos.matrices().to(rhs.dtype), report
 
     def explain(
         self,
