@@ -19,8 +19,8 @@ from ..one_hot import OneHot
 from ..random_feature_classifier import RandomFeatureClassifier
 from ..solvers import DoublyStochastic
 from ..solvers.streams.problem import CLASSIFICATION
-from .choices import TYPES, Estimator, device_of, numbers, ridge_kernel, seed_of
-from .ridge import solve
+from .choices import TYPES, device_of, numbers, ridge_kernel, seed_of
+from .ridge import Ridge
 
 _OWNER = "KernelClassifier"
 _LOSSES = ("squared", *CLASSIFICATION)
@@ -33,7 +33,7 @@ def _has_probabilities(estimator: Any) -> bool:
 
 
 @dataclass(eq=False, repr=False)
-class KernelClassifier(Estimator, ClassifierMixin, BaseEstimator):
+class KernelClassifier(Ridge, ClassifierMixin, BaseEstimator):
     """Classification by a function a class, whose largest value is the label.
 
     - ``loss="squared"``: kernel ridge regression on one column a class, less its share of the rows
@@ -57,11 +57,8 @@ class KernelClassifier(Estimator, ClassifierMixin, BaseEstimator):
     :ivar method_: ``"exact"``, ``"inducing"`` or ``"features"``; :ivar choice_: a sentence on it.
     """
 
-    alpha: float = 1.0
     _: KW_ONLY
     loss: Literal["squared", "multinomial", "logistic", "hinge"] = "squared"
-    kernel: Any = "rbf"
-    gamma: float | None = None
 
     def fit(self, X: Any, y: Any) -> KernelClassifier:
         """Learn from labels.
@@ -85,8 +82,7 @@ class KernelClassifier(Estimator, ClassifierMixin, BaseEstimator):
     def _fit_squares(self, x: Tensor, labels: Tensor) -> KernelClassifier:
         targets = self._codes.encode(labels, x.dtype)
         self._shares = targets.mean(dim=0)
-        self.solution_, chosen = solve(_OWNER, self, x, targets - self._shares, None)
-        self.method_, self.choice_ = chosen.method, chosen.why
+        self._solve(x, targets - self._shares)
         return self
 
     def _fit_features(self, x: Tensor, labels: Tensor) -> KernelClassifier:

@@ -14,13 +14,12 @@ from .. import checks
 from ..errors import InputError, NumericalError
 from ..preconditioners import RPCholesky
 from ..report import no_answer
-from ..solvers import FULL_SOLVERS, INDUCING_POINT_SOLVERS, Cholesky, FullProblem, InducingPointProblem, Solution
+from ..solvers import FULL_SOLVERS, INDUCING_POINT_SOLVERS, Cholesky, FullProblem, InducingPointProblem
 from ..solvers.automatic import automatic_inducing_solver, automatic_solver
 from ..solvers.solver import check_solver
 from .choices import (
     DIRECT,
     TYPES,
-    Chosen,
     Estimator,
     choose,
     device_of,
@@ -32,7 +31,42 @@ from .choices import (
 
 
 @dataclass(eq=False, repr=False)
-class KernelRidge(Estimator, MultiOutputMixin, RegressorMixin, BaseEstimator):
+class Ridge(Estimator):
+    """A base class of the estimators that solve a ridge regression, with its parameters."""
+
+    alpha: float = 1.0
+    _: KW_ONLY
+    kernel: Any = "rbf"
+    gamma: float | None = None
+
+    def _solve(self, x: Tensor, targets: Tensor, weights: Tensor | None = None) -> None:
+        """Solve a ridge regression, for ``solution_``.
+
+        :param weights: ``(n,)`` positive, or None for ones.
+        """
+        owner, solver, auto = type(self).__name__, self.solver, isinstance(self.solver, str)
+        alpha = checks.number(owner, "alpha", self.alpha, above=0, finite=True)
+        kernel = ridge_kernel(owner, self.kernel, self.gamma, x)
+        chosen = choose(owner, self.method, self.n_inducing, len(x), x.device)
+        noise = alpha if weights is None else alpha / weights
+        if self.verbose:
+            print(f"{owner}: {chosen.why}")
+        check_solver(owner, solver, FULL_SOLVERS if chosen.method == "exact" else INDUCING_POINT_SOLVERS)
+        if chosen.method == "exact":
+            problem = FullProblem(kernel, x, targets, noise)
+            if auto:
+                solver = Cholesky() if len(x) <= DIRECT else automatic_solver(len(x), x.device, RPCholesky())[0]
+            solution = solver.solve(problem)
+            if solution.report.failed and not getattr(solver, "limited", False):
+                raise NumericalError(no_answer(solution.report), see="failed-mean")
+        else:
+            points = inducing_points(kernel, x, chosen.points, seed_of(self.random_state))
+            few = InducingPointProblem(kernel, x, targets, noise, points)
+            solution = (automatic_inducing_solver(few) if auto else solver).solve(few)
+        self.solution_, self.method_, self.choice_ = solution, chosen.method, chosen.why
+
+
+class KernelRidge(Ridge, MultiOutputMixin, RegressorMixin, BaseEstimator):
     """Kernel ridge regression: ``f = sum_i w_i k(., x_i)`` with ``(K + alpha) w = y``, as scikit-learn's class.
 
     The system is solved by a factorization up to 2,000 rows, and beyond by conjugate gradients, or ASkotch where no
@@ -58,11 +92,6 @@ class KernelRidge(Estimator, MultiOutputMixin, RegressorMixin, BaseEstimator):
     :ivar method_: ``"exact"`` or ``"inducing"``; :ivar choice_: a sentence on it.
     """
 
-    alpha: float = 1.0
-    _: KW_ONLY
-    kernel: Any = "rbf"
-    gamma: float | None = None
-
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> KernelRidge:
         """Solve for the coefficients.
 
@@ -85,8 +114,7 @@ class KernelRidge(Estimator, MultiOutputMixin, RegressorMixin, BaseEstimator):
             if not bool(kept.any()):
                 raise InputError("KernelRidge: sample_weight expects at least one that is positive.")
             x, targets, weights = x[kept], targets[kept], weights[kept]
-        self.solution_, chosen = solve("KernelRidge", self, x, targets, weights)
-        self.method_, self.choice_ = chosen.method, chosen.why
+        self._solve(x, targets, weights)
         self.dual_coef_ = self.solution_.value.cpu().numpy()
         return self
 
@@ -94,29 +122,3 @@ class KernelRidge(Estimator, MultiOutputMixin, RegressorMixin, BaseEstimator):
         """``f(X)``: ``(m,)`` or ``(m, t)`` for X ``(m, d)``, float64."""
         X = self._new_rows(X)
         return self.solution_.predict(X).double().cpu().numpy()
-
-
-def solve(owner: str, choices: Any, x: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Solution, Chosen]:
-    """The ridge regression of an estimator.
-
-    :param choices: its parameters; :param weights: ``(n,)`` positive, or None for ones.
-    """
-    alpha = checks.number(owner, "alpha", choices.alpha, above=0, finite=True)
-    kernel = ridge_kernel(owner, choices.kernel, choices.gamma, x)
-    chosen = choose(owner, choices.method, choices.n_inducing, len(x), x.device)
-    noise = alpha if weights is None else alpha / weights
-    if choices.verbose:
-        print(f"{owner}: {chosen.why}")
-    solver, auto = choices.solver, isinstance(choices.solver, str)
-    check_solver(owner, solver, FULL_SOLVERS if chosen.method == "exact" else INDUCING_POINT_SOLVERS)
-    if chosen.method == "exact":
-        problem = FullProblem(kernel, x, targets, noise)
-        if auto:
-            solver = Cholesky() if len(x) <= DIRECT else automatic_solver(len(x), x.device, RPCholesky())[0]
-        solution = solver.solve(problem)
-        if solution.report.failed and not getattr(solver, "limited", False):
-            raise NumericalError(no_answer(solution.report), see="failed-mean")
-        return solution, chosen
-    seed = seed_of(choices.random_state)
-    few = InducingPointProblem(kernel, x, targets, noise, inducing_points(kernel, x, chosen.points, seed))
-    return (automatic_inducing_solver(few) if auto else solver).solve(few), chosen
