@@ -65,7 +65,7 @@ class RandomFeatureClassifier(Streamed, gpytorch.Module):
         self._begin(solver)
 
     def _new_targets(self) -> Labels:
-        labels = Labels(0.0 if self.loss == "multinomial" else -1.0)
+        labels = Labels(CLASSIFICATION[self.loss].rest)
         if self._given is not None:
             cpu = torch.device("cpu")
             labels.classes = labels.codes(type(self).__name__, "classes", self._given, cpu).unique().tolist()

@@ -30,6 +30,7 @@ class Squared:
     name = "squared"
     steady: float | None = 1.0  # the preconditioned step where all data are in a batch; None for one that falls
     curvature = 1.0  # that a first step without preconditioner reckons with
+    rest = -1.0  # the target of a class, of the rows of others
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """``dl / df`` ``(b, c)`` of f and y ``(b, c)``."""
@@ -63,7 +64,7 @@ class Logistic(Squared):
 class Multinomial(Squared):
     """``log sum_c exp(f_c) - f_y``; y has a 1 in the column of the class, 0 else."""
 
-    name, steady, curvature = "multinomial", 0.5, _CALM
+    name, steady, curvature, rest = "multinomial", 0.5, _CALM, 0.0
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return f.softmax(dim=1) - y
@@ -226,7 +227,7 @@ class RandomFeatureProblem:
         checks.word(owner, "loss", self.loss, tuple(LOSSES))
         self.rows = checks.count(owner, "rows", self.rows, optional=True)
         if self.loss != "squared" and isinstance(self.targets, Targets):
-            self.targets = Labels(0.0 if self.loss == "multinomial" else -1.0)
+            self.targets = Labels(LOSSES[self.loss].rest)
         if not self.streamed:
             if self.rows is not None:
                 raise InputError(f"{owner}: rows expects None for tensors, whose n is known; got {self.rows}.")
