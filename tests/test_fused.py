@@ -264,7 +264,7 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch, caplog):
     assert choose(accurate.pairs) is TILED
     monkeypatch.setattr(module, "_ONCE", 1)
     assert choose(accurate.pairs) is FUSED
-    monkeypatch.setattr(module, "_importable", lambda: False)
+    monkeypatch.setattr(module, "installed", lambda package: False)
     say_missing.cache_clear()
     caplog.set_level(logging.INFO, "sketchgp")
     assert choose(named.pairs, 4) is choose(accurate.pairs) is TILED

@@ -149,7 +149,7 @@ def test_what_it_cannot_take_is_refused() -> None:
 def test_without_the_package_tiles_take_its_place(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(f"{FILE}.find_spec", lambda name: None)
+    monkeypatch.setattr(f"{FILE}.installed", lambda package: False)
     say_missing.cache_clear()
     x = cloud(2, 8000, dtype=torch.float32)
     with caplog.at_level(logging.INFO, "sketchgp"):

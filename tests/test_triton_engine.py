@@ -538,7 +538,7 @@ def test_reason_without_a_device(monkeypatch):
 def test_reason_without_triton(monkeypatch):
     from sketchgp.operators.engines import triton as module
 
-    monkeypatch.setattr(module, "_importable", lambda: False)
+    monkeypatch.setattr(module, "installed", lambda package: False)
     with pytest.raises(InputError, match="Triton is not installed"):
         KernelMatrix.of(RBFKernel(), torch.randn(5, 2), engine="triton")
 

@@ -1,4 +1,4 @@
-"""Tiles of a kernel matrix that are nought to rounding, left out: of maps with a short lengthscale nearly all of them.
+"""Tiles of a kernel matrix that are zero to rounding, left out: nearly all of a map's with a short lengthscale.
 
 Points are put into the order of a k-d tree (Bentley, Communications of the ACM 18, 1975), so that tiles are of points
 that lie together.  Each leaf is a box; no pair of two boxes is nearer than these are, and kernels fall with distances.

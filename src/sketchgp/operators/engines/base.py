@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from importlib.util import find_spec
 from typing import ClassVar
 
 import torch
@@ -63,6 +64,12 @@ class Engine:
         :returns: None for each tensor that needs no gradient.
         """
         raise NotImplementedError
+
+
+@cache
+def installed(package: str) -> bool:
+    """Return whether a package can be imported, without importing it."""
+    return find_spec(package) is not None
 
 
 @cache

@@ -34,7 +34,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from threading import Lock
 from typing import Any
 
@@ -45,7 +44,7 @@ from torch import Tensor
 from ...settings import memory_budget
 from ..pairs import Pairs
 from ..tiles import spans
-from .base import Engine, Gradients, Live
+from .base import Engine, Gradients, Live, installed
 from .fused import Fused
 
 _NU = {"gauss": math.inf, "matern12": 0.5, "matern32": 1.5, "matern52": 2.5}
@@ -349,7 +348,7 @@ class NearAndFar(Engine):
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cpu":
             return "it computes on the CPU"
-        return None if find_spec("finufft") else self.package
+        return None if installed("finufft") else self.package
 
     def unsuited(self, pairs: Pairs) -> str | None:
         """Return why such pairs cannot be taken, wherever their points lie, as half a sentence; None where they can."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from ...nearby import nearby
 from ...pairs import Pairs
 from ...profiles import GAUSS, LAPLACE, MATERN, Profile
 from ...tiles import Piece, spans
-from ..base import Engine, Gradients
+from ..base import Engine, Gradients, installed
 from ..tiled import Tiled, cut
 from .source import Layout, Plan, compiled, unit
 
@@ -47,7 +46,7 @@ class Fused(Engine):
     share = 0.33  # of the time of tiles, where it is faster: 0.2 to 0.45 with two to eight features
 
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        if not _importable():
+        if not installed("numba"):
             return self.package
         return None if device.type == "cpu" else f"it runs on CPUs, and the inputs are on {device}"
 
@@ -118,11 +117,6 @@ def _layout(atom: Atom, d: int) -> Layout:
     circles = [type(leaf.kernel) is PeriodicKernel for leaf in atom.leaves]
     sizes = [d if leaf.dims is None else len(leaf.dims) for leaf in atom.leaves]
     return tuple((size * (1 + circle), circle) for size, circle in zip(sizes, circles, strict=True))
-
-
-@lru_cache(maxsize=1)
-def _importable() -> bool:
-    return importlib.util.find_spec("numba") is not None
 
 
 def _product(pairs: Pairs, prepared: Prepared, rhs: Tensor) -> Tensor:

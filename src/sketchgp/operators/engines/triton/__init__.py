@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from typing import cast
 
@@ -12,7 +11,7 @@ from gpytorch.kernels import Kernel
 from torch import Tensor
 
 from ...pairs import Pairs
-from ..base import Engine, Gradients, Live
+from ..base import Engine, Gradients, Live, installed
 from .launch import Precision, differentiate, multiply
 
 _DOUBLE = "it computes in float32, and the inputs are float64"
@@ -46,7 +45,7 @@ class Triton(Engine):
     precisions = ("float32", "tf32")
 
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        if not _importable():
+        if not installed("triton"):
             return "Triton is not installed"
         if dtype == torch.float64:
             return _DOUBLE
@@ -89,11 +88,6 @@ class Triton(Engine):
             return live.pull_back([])
         precision = cast(Precision, pairs.precision)
         return live.pull_back(differentiate(pairs.expression, live.prepared, left, right, pairs.same, precision))
-
-
-@functools.lru_cache(maxsize=1)
-def _importable() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @functools.lru_cache(maxsize=1)
