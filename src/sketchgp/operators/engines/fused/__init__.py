@@ -150,6 +150,7 @@ def _packed(x: Tensor, features: Features, profile: Profile, layout: Layout) -> 
     """
     factor = unit(profile) * (1.0 if features.alpha is None else float(features.alpha) ** -0.5)
     packed = (x * factor).mT.contiguous()
+    packed.masked_fill_(packed.isnan(), torch.nan)  # other NaNs have bits that would count as an exponent
     for part, (_, circle) in zip(packed.split([size for size, _ in layout]), layout, strict=True):
         if circle:
             cosines, sines = part.double().chunk(2)

@@ -24,7 +24,7 @@ from ...profiles import GAUSS, LAPLACE, LOG2E, RATIONAL_QUADRATIC, Profile
 _BYTES = 2048  # of the columns in a pass of the inner loop, whose buffer stays in the first-level cache
 _SUMMED = 256  # rows after which sums of columns in float32 are added up in float64
 _ROWS, _WIDE = 4, 8  # rows at a time; from so many right-hand sides on half as many, for the registers
-_NARROW = 4  # features up to which half as many are as fast with one right-hand side, and compiled sooner
+_NARROW = 12  # features up to which one is as fast with one right-hand side, and compiled sooner
 # values are at least so many powers of two below the scale: CPUs take many times as long below the normal numbers
 _LEAST = {"float32": 60.0, "float64": 500.0}
 # degrees of the polynomials of exp2 and log2, which are off by less than they are rounded
@@ -114,12 +114,13 @@ def _elementary(dtype: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     power = _interpolated(np.exp2, -0.5, 0.5, degrees[0])
     root = math.sqrt(0.5)
     logarithm = _interpolated(lambda x: np.log1p(x) / (x * math.log(2)), root - 1, 1 / root - 1, degrees[1])
-    # adding the shift rounds to an integer n, which the last bits then hold
+    # adding the shift rounds to an integer n, which the last bits then hold, and the exponent of p takes
     exp2 = [
         "def exp2(x):",
         "    y = real(SHIFT - x)",
         "    f = (SHIFT - y) - x",
-        f"    return {_horner(power)} * integer((y.view(integer) << BITS) + UNIT).view(real)",
+        f"    p = real({_horner(power)})",
+        "    return integer(p.view(integer) + integer(y.view(integer) << BITS)).view(real)",
     ]
     # u = 2^e m with m around 1; m - 1 is had without the rounding of u
     log2_1p = [
@@ -132,7 +133,7 @@ def _elementary(dtype: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         f"    return real(e) + f * {_horner(logarithm)}",
     ]
     constants = {
-        "real": real, "integer": integer, "ONE": real(1), "UNIT": real(1).view(integer), "BITS": integer(info.nmant),
+        "real": real, "integer": integer, "ONE": real(1), "BITS": integer(info.nmant),
         "SHIFT": real(1.5 * 2**info.nmant), "MOST": real(2.0 ** (info.maxexp - 8)), "BIAS": integer(info.maxexp - 1),
         "ROOT": real(root).view(integer),
     }  # fmt: skip
@@ -158,7 +159,7 @@ def _horner(coefficients: np.ndarray) -> str:
 
 def _product(plan: Plan) -> str:
     p, t = plan.features, plan.width
-    rows = range(_ROWS // 2 if t >= _WIDE or (t == 1 and p <= _NARROW) else _ROWS)
+    rows = range(1 if t == 1 and p <= _NARROW else _ROWS // 2 if t >= _WIDE else _ROWS)
     back = (p + t) * plan.chunk
     lines = ["def product(left, right, rhs, lhs, out, back, numbers, r0, r1, c0, c1, keep, buffer):"]
     lines += [f"    f{i} = numbers[{i}]" for i in range(len(plan.terms))]
