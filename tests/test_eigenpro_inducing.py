@@ -136,7 +136,7 @@ def test_projections_agree(name, monkeypatch):
     h[:, 1] = 0
     exact, product = ExactProjection(problem, 3).solve(h)
     assert torch.equal(product, h)
-    inexact = InexactProjection(problem, 3, 0)
+    inexact = InexactProjection(problem, 0)
     theta, product = inexact.solve(h, tol=1e-6)
     kzz = _dense(problem.kernel, problem.inducing_points, problem.inducing_points)
     assert relative(kzz @ exact, h) < 1e-8

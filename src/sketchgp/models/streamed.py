@@ -118,7 +118,7 @@ class Streamed:
             assert torch.is_tensor(points) and y is not None
             learner = self._learner_for(problem, rows)
             checks.same_points(owner, points, learner.features.origin)
-            own = problem.targets.encode(owner, y, points)
+            own = problem.targets.encode(owner, y)
             compare_ranks(owner, lambda: {"the batch": tensor_mark(points, y)})
             places = learner.rows + torch.arange(len(own), device=own.device)
             numbers = (lambda: places) if rows is None else (lambda: row_numbers(points, own))

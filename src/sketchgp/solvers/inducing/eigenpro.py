@@ -180,7 +180,7 @@ class EigenProSolver(InducingPointSolver):
     def _projection(self, problem: InducingPointProblem, columns: int) -> Projection:
         if self.projection == "exact" or (self.projection == "auto" and exact_fits(problem)):
             return ExactProjection(problem, columns)
-        return InexactProjection(problem, columns, self.seed)
+        return InexactProjection(problem, self.seed)
 
     def _checkpoint_marks(self, problem: InducingPointProblem, method: Epochs) -> dict[str, str]:
         marks = super()._checkpoint_marks(problem, method)

@@ -42,7 +42,7 @@ class Projection:
     products = 0  # with Kzz so far
     worst = 0.0
 
-    def __init__(self, problem: InducingPointProblem, columns: int) -> None:
+    def __init__(self, problem: InducingPointProblem) -> None:
         z = problem.inducing_points
         self.matrix = KernelMatrix.of(problem.kernel, z, engine="tiled").detach()
         self.trace = float(self.matrix.diagonal(dim1=-1, dim2=-2).double().sum())
@@ -67,7 +67,7 @@ class ExactProjection(Projection):
     kind = "exact"
 
     def __init__(self, problem: InducingPointProblem, columns: int) -> None:
-        super().__init__(problem, columns)
+        super().__init__(problem)
         self.root = shifted_cholesky(problem.kzz(), torch.finfo(self.matrix.dtype).eps)
         self.products = 1
         self.cost = columns / (problem.inducing_points.shape[1] + 10)  # operations, in those of a kernel entry
@@ -82,8 +82,8 @@ class InexactProjection(Projection):
     kind = "inexact"
     counted = (*Projection.counted, "solves", "iterations")
 
-    def __init__(self, problem: InducingPointProblem, columns: int, seed: int) -> None:
-        super().__init__(problem, columns)
+    def __init__(self, problem: InducingPointProblem, seed: int) -> None:
+        super().__init__(problem)
         self.solves = self.iterations = 0
         rank, stream = math.ceil(10 * math.sqrt(problem.m)), generator(seed, "preconditioner of projections")
         low_rank = rpcholesky(Access(self.matrix), min(_RANK, rank, problem.m), generator=stream)

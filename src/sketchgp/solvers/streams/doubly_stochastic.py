@@ -233,7 +233,7 @@ class DoublyStochastic(Budgeted):
 
         if isinstance(targets, Labels):
             return HeldOut(predict, x, y, lambda f: targets.wrong(f, y))
-        y = targets.encode(f"{owner}: held_out", y, x)
+        y = targets.encode(f"{owner}: held_out", y)
         return HeldOut(lambda weights: predict(weights)[:, : y.shape[1]], x, y)
 
     def _checkpoint_marks(

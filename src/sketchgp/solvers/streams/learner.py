@@ -113,7 +113,7 @@ class Learner:
         which = self._pairs()
         phi = torch.cat(self.features.pairs(made, which.start, which.stop), dim=1)
         self.entries += phi.numel() + 2 * (len(x) - made.points) * (len(self.coefficients) + which.stop - which.start)
-        weights = self.loss.weights(f, y[own])
+        weights = self.loss.weights(f)
         slope, f = self._slope(space, phi, f, y[own])
         losses = [self.loss.value(values, y) for values in (f, torch.zeros_like(f))]
         newton = None

@@ -73,7 +73,7 @@ class Learning(ByEpochs):
         places = torch.arange(self.rows, seen) if problem.streamed else self.order[self.rows : seen]
         owner = f"batch {self.seen} of epoch {self.epoch}"
         same_points(owner, x, learner.features.origin)
-        own = problem.targets.encode(owner, y, x)
+        own = problem.targets.encode(owner, y)
         whole = not problem.streamed and len(x) == self.total
         targets = learner.all_columns(own, x, lambda: self._numbers(x, own, places))
         n = self.total or learner.rows + len(x)

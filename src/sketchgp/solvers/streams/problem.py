@@ -36,8 +36,8 @@ class Squared:
         """``dl / df`` ``(b, c)`` of f and y ``(b, c)``."""
         return f - y
 
-    def weights(self, f: Tensor, y: Tensor) -> Tensor | None:
-        """``(b,)``, at least the curvature of the loss there as far as it has one; None for ones."""
+    def weights(self, f: Tensor) -> Tensor | None:
+        """Return bounds of the curvature of the loss at f ``(b, c)``, ``(b,)``; None where they are 1."""
         return None
 
     def value(self, f: Tensor, y: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Logistic(Squared):
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return -y * torch.sigmoid(-y * f)
 
-    def weights(self, f: Tensor, y: Tensor) -> Tensor | None:
+    def weights(self, f: Tensor) -> Tensor | None:
         share = torch.sigmoid(f)
         return (share * (1 - share)).amax(dim=1).clamp_min(_LEAST / 4)
 
@@ -69,7 +69,7 @@ class Multinomial(Squared):
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         return f.softmax(dim=1) - y
 
-    def weights(self, f: Tensor, y: Tensor) -> Tensor | None:
+    def weights(self, f: Tensor) -> Tensor | None:
         """Bound the curvature by Gershgorin, ``diag(p) - p p^T <= 2 diag(p (1 - p))``."""
         share = f.softmax(dim=1)
         return 2 * (share * (1 - share)).amax(dim=1).clamp_min(_LEAST / 4)
@@ -125,8 +125,8 @@ class Targets:
         mean = self.mean(x).detach()
         return y - (mean.unsqueeze(-1) if self.several else mean)
 
-    def encode(self, owner: str, y: Tensor, x: Tensor) -> Tensor:
-        """Return the columns of a batch x, as many as before.
+    def encode(self, owner: str, y: Tensor) -> Tensor:
+        """Return the columns of targets that were read, as many as before.
 
         :raises InputError: for another number of columns.
         """
@@ -182,8 +182,8 @@ class Labels:
             raise InputError(f"{owner}: y expects shape ({len(x)},) on {x.device}, got {tuple(y.shape)} on {y.device}.")
         return y
 
-    def encode(self, owner: str, y: Tensor, x: Tensor) -> Tensor:
-        """Return the columns of a batch x; a label that is new makes a new one."""
+    def encode(self, owner: str, y: Tensor) -> Tensor:
+        """Return the columns of labels that were read; a label that is new makes a new one."""
         seen = [int(one) for one in y.unique().tolist()]
         self.classes += [one for one in seen if one not in self.classes]
         hot = y.unsqueeze(1) == sent(torch.tensor(self.classes), y.device)
