@@ -32,7 +32,7 @@ from ..loop import Cycles, Outcome, require_finite
 from ..recurrence import EigenvalueWatch, LanczosRecord, descend, turn
 from ..system import System
 from .cholesky import factor_bytes, factorized
-from .prediction_tolerance import SAFETY, FollowedPoints, PredictionTolerance, RowErrors
+from .prediction_tolerance import SAFETY, CertifiedTolerance, FollowedPoints, PosteriorTolerance, RowErrors
 
 EXACT = 1e-13  # relative residual beyond which float64 has nothing more to say about a variance
 _ROWS = 64  # that drift is measured in: the estimate's standard deviation is a tenth
@@ -96,7 +96,8 @@ class Gradients(Cycles):
         self.asked: float | str = 1e-3 if goal is not None and isinstance(tol, str) else tol
         self._tol = torch.full_like(self.norm, 0.0 if isinstance(self.asked, str) else self.asked)
         self.predictions = self._predictions(followed) if isinstance(self.asked, str) else None
-        self.saved = Gradients.saved if self.predictions is None else (*Gradients.saved, "predictions.trail")
+        changed = () if self.predictions is None else self.predictions.changed
+        self.saved = (*Gradients.saved, *(f"predictions.{name}" for name in changed))
         self.lanczos = LanczosRecord(self.b, space, rhs.dtype, lanczos_columns, keep_vectors)
         self.watch = EigenvalueWatch(torch.zeros_like(self.norm))
         self.initial: Tensor | None = None
@@ -116,18 +117,18 @@ class Gradients(Cycles):
 
     # --- what it is to come to ------------------------------------------------------------------------------
 
-    def _predictions(self, followed: FollowedPoints | None) -> PredictionTolerance:
+    def _predictions(self, followed: FollowedPoints | None) -> CertifiedTolerance:
         if self.asked == "posterior":
             followed = followed or FollowedPoints.choose(self.system)
             weights = self.space.own(followed.covariances / followed.deviations(self.system).unsqueeze(-2))
             rows = RowErrors(self.system, self.preconditioner, self.space)
-            return PredictionTolerance(self.norm, self.certificate, weights, rows)
+            return PosteriorTolerance(self.norm, self.certificate, weights, rows)
         if not self.certificate.known:
             raise InputError(
                 "tol='certified': nothing is certain of a matrix whose entries are rounded to float32, or whose "
                 "noise is at their rounding; use tol='posterior'."
             )
-        return PredictionTolerance(self.norm, self.certificate, None)
+        return CertifiedTolerance(self.norm, self.certificate)
 
     @property
     def tol(self) -> Tensor:
@@ -281,8 +282,7 @@ class Gradients(Cycles):
         self.current = self.current.clone()
         self.current[..., index] = size / self.norm[..., index]
         if self.predictions is not None:
-            self.predictions.follow(alpha, p, index, self.current)
-            self.predictions.weigh(following, self.s, z, index, self.current)
+            self.predictions.advance(alpha, p, self.s, z, following, index, self.current)
             self.target = torch.maximum(self.least_target, self._aimed)
         beta = turn(p, z, following, self.sz, usable)
         if self.goal is not None:
@@ -483,7 +483,7 @@ class Gradients(Cycles):
             self._verify()
             if not bool((self.best_residual <= 0.5 * before).any()):
                 break
-        if self.predictions is not None:
+        if isinstance(self.predictions, PosteriorTolerance):
             r = self.b - matrix @ self.best
             of_rows = r - self.certificate.noise * cholesky_solve(r, root)  # K A^-1 r
             self.predictions.errors = SAFETY * (of_rows.abs() / self.certificate.noise.sqrt()).amax(dim=-2)

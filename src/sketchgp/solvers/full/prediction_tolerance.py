@@ -69,59 +69,95 @@ class RowErrors:
         return self.space.largest(errors / self.unit)
 
 
-class PredictionTolerance:
-    """The tolerance of the residual of each column, worked out as the solve goes on.
+class CertifiedTolerance:
+    """The tolerance of each column's residual for ``"certified"``, by its bound, worked out as the solve goes on.
 
     :param norm: ``(..., t)`` of the right-hand sides.
-    :param weights: what is followed, k(X, x) over the deviation at x, p vectors of the certificate's space; None for
-        ``"certified"``.
-    :param rows: errors at training points, where weights are followed.
+    :cvar changed: attributes that a checkpoint must bring back.
     :ivar tolerance: ``(..., t)``, of the relative residual; 0 while nothing is known.
     :ivar margin: of the bound that the recurrence is to come to; less where the true one was still too large then.
     """
 
-    def __init__(
-        self, norm: Tensor, certificate: Certificate, weights: Tensor | None, rows: RowErrors | None = None
-    ) -> None:
-        self.norm, self.certificate, self.weights, self.rows = norm, certificate, weights, rows
-        self.tolerance = torch.zeros_like(norm)
-        self.errors: Tensor | None = None  # of the value, by a factorization of the matrix, in deviations
-        self.margin = _MARGIN
-        count = 0 if weights is None else weights.shape[-1]
-        self.values = norm.new_zeros(0, count, norm.numel())  # after every iteration, and 0 before
-        self.residuals = self.ratios = norm.new_zeros(0, norm.numel())  # as many
+    changed: tuple[str, ...] = ("tolerance", "margin")
 
-    @property
-    def trail(self) -> list[Tensor]:
-        """Tensors that a checkpoint must bring back."""
-        parts = [self.values, self.residuals, self.ratios, self.tolerance, self.norm.new_tensor(self.margin)]
-        return parts if len(self.values) else []
-
-    @trail.setter
-    def trail(self, parts: list[Tensor]) -> None:
-        if parts and parts[0].shape[1:] == self.values.shape[1:]:
-            self.values, self.residuals, self.ratios, self.tolerance, margin = parts
-            self.margin = float(margin)
+    def __init__(self, norm: Tensor, certificate: Certificate) -> None:
+        self.norm, self.certificate = norm, certificate
+        self.tolerance, self.margin = torch.zeros_like(norm), _MARGIN
 
     def begin(self, residual: Tensor) -> None:
-        """Begin to follow predictions.
+        """Begin a solve.
 
         :param residual: relative, ``(..., t)``, of the start.
         """
-        self.values = self.values.new_zeros(1, *self.values.shape[1:])
+
+    def advance(
+        self, alpha: Tensor, p: Tensor, s: Tensor, z: Tensor, energy: Tensor, index: Tensor, residual: Tensor
+    ) -> None:
+        """Set the tolerance after an iteration from w to ``w + alpha p`` in the columns ``index``.
+
+        :param s: the residual after it; :param z: ``P^-1 s``; :param energy: ``s^T z``.
+        :param residual: relative, ``(..., t)``, after it.
+        """
+        by_noise = self.certificate.space.total((s.square() / self.certificate.noise).sum(dim=-2))
+        squared = by_noise if self.certificate.factor is None else torch.minimum(energy, by_noise)
+        bound = squared.clamp(min=torch.finfo(squared.dtype).tiny).sqrt() * self.certificate.scale
+        self.tolerance = self.tolerance.clone()
+        self.tolerance[..., index] = self.margin * LEVEL * residual[..., index] / bound
+
+    def deviations(self, residual: Tensor, bound: Tensor) -> Tensor:
+        """Return how far any prediction is off at the most, ``(..., t)``.
+
+        :param residual: true and relative; :param bound: :attr:`sketchgp.SolveReport.error_bound`; ``(..., t)`` each.
+        """
+        return bound * self.certificate.scale if self.certificate.known else torch.full_like(bound, torch.inf)
+
+    def met(self, residual: Tensor, bound: Tensor) -> Tensor:
+        """Return which columns are where they are to come to."""
+        return self.deviations(residual, bound) <= LEVEL
+
+    def facts(self, residual: Tensor, bound: Tensor) -> dict[str, Any]:
+        """Return fields for the report."""
+        return {"tol": LEVEL, "judged": "bound"}
+
+
+class PosteriorTolerance(CertifiedTolerance):
+    """The tolerance of each column's residual for ``"posterior"``, by predictions that are followed.
+
+    :param weights: what is followed, k(X, x) over the deviation at x, p vectors of the certificate's space.
+    :param rows: errors at training points.
+    :ivar errors: of the value, in deviations, where a factorization of the matrix has told them.
+    """
+
+    changed = ("tolerance", "values", "residuals", "ratios")
+
+    def __init__(self, norm: Tensor, certificate: Certificate, weights: Tensor, rows: RowErrors) -> None:
+        super().__init__(norm, certificate)
+        self.weights, self.rows = weights, rows
+        self.errors: Tensor | None = None
+        self.values = norm.new_zeros(0, weights.shape[-1], norm.numel())  # after every iteration, and 0 before
+        self.residuals = self.ratios = norm.new_zeros(0, norm.numel())  # as many
+
+    def begin(self, residual: Tensor) -> None:
+        self.values = self.values.new_zeros(1, self.weights.shape[-1], self.norm.numel())
         self.residuals = (residual * self.norm).reshape(1, -1)
         self.ratios = torch.zeros_like(self.residuals)
 
-    def follow(self, alpha: Tensor, p: Tensor, index: Tensor, residual: Tensor) -> None:
-        """Follow an iteration from w to ``w + alpha p`` in the columns ``index``.
-
-        :param residual: relative, ``(..., t)``, after it.
-        """
-        if self.weights is None:
-            return
-        if not len(self.values):  # resumed from a solve that followed nothing
+    def advance(
+        self, alpha: Tensor, p: Tensor, s: Tensor, z: Tensor, energy: Tensor, index: Tensor, residual: Tensor
+    ) -> None:
+        if len(self.values) and self.values.shape[1] == self.weights.shape[-1]:
+            self._follow(alpha, p, index, residual)
+        else:  # resumed from a solve that followed nothing, or other points
             self.begin(residual)
-            return
+        ratio = torch.zeros_like(self.norm)
+        of_norm = residual[..., index] * self.norm[..., index]
+        ratio[..., index] = self.rows.worst(s, z) / of_norm.clamp(min=torch.finfo(of_norm.dtype).tiny)
+        self.ratios[-1] = torch.maximum(self.ratios[-1], ratio.reshape(-1) / SAFETY)
+        if len(self.values) > _FIRST:
+            self.tolerance = (LEVEL / (self._ratio() * self.norm)).clamp(max=CEILING)
+
+    def _follow(self, alpha: Tensor, p: Tensor, index: Tensor, residual: Tensor) -> None:
+        """Add the predictions after an iteration, and the largest ratio of their change to the residual."""
         step = self.norm.new_zeros(*self.norm.shape[:-1], self.weights.shape[-1], self.norm.shape[-1])
         step[..., index] = self.certificate.space.total(self.weights.mT @ p) * alpha.unsqueeze(-2)
         now, k = (residual * self.norm).reshape(-1), len(self.values)
@@ -138,59 +174,30 @@ class PredictionTolerance:
             for before, last in ((self.values, value), (self.residuals, now), (self.ratios, ratio))
         )
 
-    def weigh(self, energy: Tensor, s: Tensor, z: Tensor, index: Tensor, residual: Tensor) -> None:
-        """Set the tolerance by the bound over the residual for ``"certified"``, else by errors at training points.
-
-        :param energy: ``s^T z`` of the residual s, of the columns ``index``; z is ``P^-1 s``.
-        """
-        if self.weights is not None:
-            if self.rows is not None:
-                ratio = torch.zeros_like(self.norm)
-                of_norm = residual[..., index] * self.norm[..., index]
-                ratio[..., index] = self.rows.worst(s, z) / of_norm.clamp(min=torch.finfo(of_norm.dtype).tiny)
-                self.ratios[-1] = torch.maximum(self.ratios[-1], ratio.reshape(-1) / SAFETY)
-            if len(self.values) > _FIRST:
-                self.tolerance = (LEVEL / (self._ratio() * self.norm)).clamp(max=CEILING)
-            return
-        by_noise = self.certificate.space.total((s.square() / self.certificate.noise).sum(dim=-2))
-        squared = by_noise if self.certificate.factor is None else torch.minimum(energy, by_noise)
-        bound = squared.clamp(min=torch.finfo(squared.dtype).tiny).sqrt() * self.certificate.scale
-        self.tolerance = self.tolerance.clone()
-        self.tolerance[..., index] = self.margin * LEVEL * residual[..., index] / bound
-
     def _ratio(self) -> Tensor:
         """Ratio of deviations to residual, times a safety factor."""
         recent = self.ratios[-1 - int(_RECENT * (len(self.ratios) - 1)) :].amax(dim=0)
         return (SAFETY * recent).clamp(min=torch.finfo(recent.dtype).tiny).reshape(self.norm.shape)
 
     def deviations(self, residual: Tensor, bound: Tensor) -> Tensor:
-        """Return how far any prediction is off, ``(..., t)``: as estimated, or as is certain if less or asked for.
-
-        :param residual: true and relative; :param bound: :attr:`sketchgp.SolveReport.error_bound`; ``(..., t)`` each.
-        """
-        certain = bound * self.certificate.scale if self.certificate.known else torch.full_like(bound, torch.inf)
-        if self.weights is not None and self.errors is not None:
+        """Return how far any prediction is off, ``(..., t)``: as estimated, or as is certain if that is less."""
+        certain = super().deviations(residual, bound)
+        if self.errors is not None:
             return torch.minimum(certain, self.errors)
-        if self.weights is None or len(self.values) < 2:
-            return certain
-        return torch.minimum(certain, self._ratio() * residual * self.norm)
-
-    def facts(self, residual: Tensor, bound: Tensor) -> dict[str, Any]:
-        """Return fields for the report."""
-        if self.weights is None:
-            return {"tol": LEVEL, "judged": "bound"}
-        deviations = self.deviations(residual, bound).reshape(-1).cpu()
-        return {"tol": self._level, "judged": "predictions", "deviations": deviations}
+        return torch.minimum(certain, self._ratio() * residual * self.norm) if len(self.values) > 1 else certain
 
     def met(self, residual: Tensor, bound: Tensor) -> Tensor:
-        """Return which columns are where they are to come to."""
-        enough = torch.inf if self.weights is None or self.errors is not None else CEILING
+        enough = CEILING if self.errors is None else torch.inf
         return (self.deviations(residual, bound) <= self._level) & (residual <= enough)
+
+    def facts(self, residual: Tensor, bound: Tensor) -> dict[str, Any]:
+        deviations = self.deviations(residual, bound).reshape(-1).cpu()
+        return {"tol": self._level, "judged": "predictions", "deviations": deviations}
 
     @property
     def _level(self) -> float:
         """Deviations that are allowed."""
-        return LEVEL if self.errors is None or self.weights is None else FACTORIZED
+        return LEVEL if self.errors is None else FACTORIZED
 
 
 @dataclass
