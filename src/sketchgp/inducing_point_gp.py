@@ -281,7 +281,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         return Collapsed(self.covar_module, self._x, self.inducing_points, noise, residual)
 
     def _forget_if_changed(self) -> None:
-        """Parameters, noises, data and settings may change in ways that leave no trace but their values."""
+        """Forget all that is kept where a parameter, the noise, the data or a setting has another value."""
         parts = (self.covar_module, self.mean_module, self.likelihood)
         with KERNELS:  # no kernel computes with other parameters than its own meanwhile
             modules = [module_key(part) for part in parts]

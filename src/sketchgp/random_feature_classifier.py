@@ -40,7 +40,7 @@ class RandomFeatureClassifier(Streamed, gpytorch.Module):
     :param classes: the labels that there are; None for those that turn up.  One that first turns up late begins at 0,
         when steps are small already: give all of them, where they are known.
     :param solver: :class:`sketchgp.DoublyStochastic`; None for its defaults.
-    :raises InputError: for what is something else.
+    :raises InputError: for arguments of other kinds.
     """
 
     _targets: Labels

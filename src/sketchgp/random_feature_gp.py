@@ -62,7 +62,7 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
     :param solver: :class:`sketchgp.DoublyStochastic`; None for its defaults.
     :param variance: as above.
     :param variance_samples: S, how many functions.
-    :raises InputError: for what is something else.
+    :raises InputError: for arguments of other kinds.
     """
 
     _targets: Targets
@@ -120,7 +120,7 @@ class RandomFeatureGP(Streamed, gpytorch.models.GP):
                 learner.grow(columns=learner.columns + self.variance_samples)
 
     def _samples(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """Noisy values of the functions from the prior, ``(b, S)``; the noise of a row hangs on its number."""
+        """Return noisy values of the functions from the prior, ``(b, S)``; a row's number decides its noise."""
         assert self._paths is not None
         unit = torch.special.ndtri(self._noises(numbers, self.variance_samples))
         return self._paths(x) + unit * self._ridge() ** 0.5

@@ -136,7 +136,7 @@ class FullSolver(Budgeted):
 
 
 def require_repeating(first: Callable[[], tuple[Any, Tensor]], once: bool = False) -> None:
-    """See that a stream can be gone on with from a checkpoint.
+    """Check that a solve of a stream can go on from a checkpoint.
 
     :param first: gives its first batch; :param once: whether it can be gone through once only.
     :raises InputError: where it begins with another batch each time.

@@ -37,7 +37,7 @@ class Solver(Protocol[Problem]):
     def name(self) -> str: ...
 
     def validate(self, problem: Problem) -> None:
-        """Look whether the choices fit a problem, before any work; ``solve`` does it first.
+        """Check that the choices fit a problem, before any work; ``solve`` does it first.
 
         :raises InputError: where they do not, or the problem is of another kind.
         """
@@ -85,7 +85,7 @@ def check_solver(owner: str, solver: Any, known: tuple[type[Any], ...]) -> None:
 def solve_checked(
     solver: Solver[Problem], problem: Problem, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> Solution:
-    """The solution by any solver; that of one of the user's own is looked at, and its report recorded.
+    """Solve by any solver; check what a solver of the user's own returns, and record its report.
 
     :param shape: that the value must have; :param dtype: that it is converted to; :param device: that it must be on.
     :raises InputError: where it is not a :class:`Solution` of that shape and device, of finite numbers.
@@ -107,7 +107,7 @@ def solve_checked(
 
 @torch.no_grad()
 def solve_system(solver: Solver[FullProblem], system: System, rhs: Tensor) -> tuple[Tensor, SolveReport]:
-    """One system of a model by any solver of full problems.
+    """Solve one system of a model by any solver of full problems.
 
     :param rhs: ``(..., n, t)``; a solver that is no :class:`SystemSolver` takes ``(n, t)``.
     :returns: the value in rhs's shape and dtype, and the report.
@@ -129,7 +129,7 @@ def solve_system(solver: Solver[FullProblem], system: System, rhs: Tensor) -> tu
 
 
 def kernel_of(matrix: KernelMatrix) -> Any:
-    """The kernel of a kernel matrix, for inputs like its own, which are those of the active dimensions already.
+    """Return the kernel of a kernel matrix, for inputs that hold the active dimensions alone, as the matrix's do.
 
     :raises InputError: where the kernel's parameters are not the matrix's any more.
     """

@@ -137,7 +137,7 @@ class _EigenPro2(BlockMethod):
 def settle_subsample(choices: Any) -> None:
     """Check the ``rank`` and ``subsample_size`` of a choice of method.
 
-    :raises InputError: for one that there is not.
+    :raises InputError: for counts that are not positive, or a rank above the subsample's size.
     """
     settle(choices, count, "rank", "subsample_size", optional=True)
     rank, size = choices.rank, choices.subsample_size
@@ -146,7 +146,7 @@ def settle_subsample(choices: Any) -> None:
 
 
 def require_directions(top: TopEigensystem) -> None:
-    """:raises NumericalError: where there is no eigenvalue to go by."""
+    """:raises NumericalError: where the subsample has no positive eigenvalue."""
     if not len(top.values):
         raise NumericalError(
             "The kernel matrix of the subsample holds NaN, or is zero; check inputs and kernel.", see="nan"

@@ -153,11 +153,11 @@ class EigenProSolver(InducingPointSolver):
 
     @property
     def _wanted(self) -> int:
-        """s, where there are as many points."""
+        """Size of the subsample, where there are as many points."""
         return self.subsample_size or max(_SUBSAMPLE, 4 * (self.rank or 0))
 
     def _directions(self, problem: InducingPointProblem, projection: Projection, x: Tensor, batch: int) -> Directions:
-        """From training points x in random order.
+        """Return the directions that are slowed down, from training points x in random order.
 
         The step is computed on points that are neither in the subsample nor inducing points, also by value: what is
         left of the kernel beside the top directions is smaller there.

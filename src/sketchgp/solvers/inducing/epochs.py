@@ -119,7 +119,7 @@ class Epochs(ByEpochs):
         return int(self.choices.delay_of(self.problem, self.block_size, self.model.projection))
 
     def _cooled(self) -> float:
-        """The factor of the step: 1, and in the last share of the run falling to 0."""
+        """Return the factor of the step, which is 1 and falls to 0 in the last share of the run."""
         share = self.choices.cooldown
         if not share:
             return 1.0
@@ -128,7 +128,10 @@ class Epochs(ByEpochs):
         return min(1.0, max(0.0, factor))
 
     def _watch(self, g: Tensor, y: Tensor) -> None:
-        """Add up squares; residuals that grow far beyond those of the start and the targets are no noise."""
+        """Add up squares of residuals and targets.
+
+        :raises NumericalError: where residuals grow far beyond those of the start and the targets.
+        """
         squares, targets = fetched(g.square().sum(dim=0), y.square().sum(dim=0))
         self.squares, self.targets = self.squares + squares, self.targets + targets
         mean, size = (largest_of(part) / len(g) for part in (squares, targets))
@@ -190,7 +193,7 @@ class Epochs(ByEpochs):
         return True
 
     def finish(self, reason: Reason, quick: bool) -> Outcome:
-        """The best weights on the held-out points, or the last.
+        """Return the best weights on the held-out points, or the last ones.
 
         :raises NumericalError: if they are worse than those of the start, and than none.
         """

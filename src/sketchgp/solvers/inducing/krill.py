@@ -69,7 +69,7 @@ class KRILL(NormalEquationsSolver):
         return _bytes(problem.m, self._rows(problem.expected_rows, problem.m, problem.device))
 
     def preconditioner(self, matrix: NormalMatrix, targets: Tensor) -> TriangularFactors:
-        """KRILL's, of one normal matrix."""
+        """Return the sketched preconditioner of one normal matrix."""
         rows = self._rows(*matrix.tall.shape, matrix.tall.device)
         return krill_preconditioner(matrix, rows, self.nonzeros, self.seed, targets)
 

@@ -75,7 +75,7 @@ class NystromPCG(NormalEquationsSolver):
         return 8 * _COPIES * problem.m * self._rank(problem.m, problem.device)
 
     def preconditioner(self, matrix: Any, targets: Tensor) -> NystromRoot:
-        """That of one normal matrix."""
+        """Return the Nystrom approximation of one normal matrix."""
         (n, m), stream = matrix.tall.shape, generator(self.seed, "Nystrom PCG")
         rank = self._rank(m, matrix.tall.device)
         rows = torch.randperm(n, generator=stream)[: max(_LEAST_ROWS, _ROWS * rank)].to(matrix.tall.device)

@@ -77,7 +77,7 @@ def find_directions(
     commuting: bool,
     rows: Tensor | None = None,
 ) -> Directions:
-    """P from a subsample; beta and lam on that and on fresh points, where both are larger than on the subsample.
+    """Find P from a subsample, and beta and lam on fresh points, too, where both are larger than on the subsample.
 
     :param subsample: ``(s, d)``; :param fresh: ``(p, d)`` other points, p may be 0.
     :param rank: q; None for as many as still converge in few epochs (without ``commuting``: the least for which
@@ -198,7 +198,7 @@ class Model:
         return self.tall.at(x, points, self.known)
 
     def _remember(self, x: Tensor, weights: Tensor) -> None:
-        """Parts of equal size become one, so that there are few and each point is copied a few times."""
+        """Keep a batch; parts of equal size become one, so that few are kept and each point is copied a few times."""
         self.points.append(x)
         self.weights.append(weights)
         while len(self.points) > 1 and len(self.points[-1]) >= len(self.points[-2]):

@@ -50,7 +50,7 @@ class Projection:
 
     @property
     def tally(self) -> dict[str, float]:
-        """Work, by the names of a report."""
+        """Counts of the work done, by the names of a report."""
         return {}
 
     def solve(self, h: Tensor, tol: float = _TOL) -> tuple[Tensor, Tensor]:

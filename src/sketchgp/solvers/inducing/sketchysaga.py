@@ -287,7 +287,7 @@ class Saga(Refined):
         return self.current
 
     def judge(self, held_out: Tensor | None) -> Reason | None:
-        """Residual and predictions by the last sweep; and whether sweeps find no progress."""
+        """End where residual and predictions are good enough by the last sweep, or sweeps find no progress."""
         if bool((self.anchor[0] == 0).all()) and bool((self.true == 0).all()):
             self.extrapolated = torch.zeros_like(self.extrapolated)  # Kzx y is 0
         if bool((self.true <= self.choices.tol).all()) and self._within():
@@ -299,7 +299,7 @@ class Saga(Refined):
         return None
 
     def finish(self, reason: Reason, quick: bool) -> Outcome:
-        """The best iterate, with its true residual; somebody who waits waits for a last sweep."""
+        """Return the best iterate and its true residual, after a last sweep."""
         if self.done > self.swept and bool(torch.isfinite(self.w).all()):
             self._sweep()
         converged = bool((self.best_true <= self.choices.tol).all()) and self._within()
@@ -362,7 +362,7 @@ class Saga(Refined):
     # --- residuals ------------------------------------------------------------------------------------------
 
     def _sweep(self) -> None:
-        """The true residual of w, with float64 entries, and table and gradient as they are there.
+        """Compute the true residual of w, with float64 entries, and begin table and gradient anew from it.
 
         :raises NumericalError: for NaN.
         """
@@ -376,7 +376,7 @@ class Saga(Refined):
         self._start_anew(psi, total, noise_term)
 
     def _start_anew(self, psi: Tensor, total: Tensor, noise_term: Tensor) -> None:
-        """From w, where this is the residual of rows, its product, and the noise's term."""
+        """Begin anew from w, given the residual of its rows, ``T^T psi`` and the noise's term."""
         self.anchor, self.swept = (self.w, psi, noise_term), self.done
         self._compare()
         self.psi, self.total, self.noise_term = psi.clone(), total, noise_term

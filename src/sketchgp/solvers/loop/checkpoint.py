@@ -28,7 +28,7 @@ _FORMAT = 9
 
 
 class Checkpoint:
-    """Where a solve is saved, how often, and what it is a solve of.
+    """The file of a solve, how often it is written, and marks of the problem.
 
     :param path: the file; it is written beside itself, under a name of this process, and then renamed.
     :param every: seconds between two writes.
@@ -54,7 +54,7 @@ class Checkpoint:
         return self.shards is None or self.shards.rank == 0
 
     def exists(self) -> bool:
-        """For rank 0."""
+        """Return whether rank 0 finds the file."""
         there = self.ours and self.path.exists()
         return there if self.shards is None else bool(self.shards.agree(there))
 
@@ -110,7 +110,7 @@ class Checkpoint:
 
 
 def compare_ranks(owner: str, marks: Callable[[], dict[str, str]]) -> None:
-    """See that all ranks solve the same problem, where several work together.
+    """Check that all ranks solve the same problem, where several work together.
 
     :raises InputError: on every rank, with what differs.
     """
@@ -120,8 +120,7 @@ def compare_ranks(owner: str, marks: Callable[[], dict[str, str]]) -> None:
 
 
 def solve_marks(noise: float | Tensor, targets: Tensor, choices: str) -> dict[str, str]:
-    """Marks of what all solves have beside inputs and kernel: equal marks, equal solves (on one device and number of
-    threads)."""
+    """Return marks of what all solves have beside inputs and kernel."""
     return {
         "the noise": tensor_mark(noise if torch.is_tensor(noise) else torch.tensor(float(noise))),
         "the targets": tensor_mark(targets),

@@ -59,7 +59,7 @@ class Method:
         self.time_used: Callable[[], float] = lambda: 0.0
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Plain values and tensors of ``saved``, and how :meth:`restore` puts them together."""
+        """Return the plain values and the tensors of ``saved``, as :meth:`restore` takes them."""
         plain: dict[str, Any] = {"kinds": {}}
         tensors: dict[str, Tensor] = {}
         for name in ("notes", "iterations", *self.saved):
@@ -81,7 +81,7 @@ class Method:
         return [name if "/" in name else f"{name}/" for name in self.vectors]
 
     def restore(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Put back into the attributes what :meth:`state` returned."""
+        """Set the attributes to what :meth:`state` returned."""
         tensors = tensors | {key: self.space.own(tensors[key]) for key in self._vector_keys() if key in tensors}
         if self.generator is not None:
             self.generator.set_state(tensors["generator"].cpu())
@@ -105,7 +105,7 @@ class Method:
         raise NotImplementedError
 
     def step(self) -> bool:
-        """One step; returns whether it closes a window: there is a new estimate to tell of, and to judge."""
+        """Take a step; return whether it closes a window, at whose end the residual is estimated and judged."""
         raise NotImplementedError
 
     def estimate(self) -> Tensor:
@@ -113,16 +113,16 @@ class Method:
         raise NotImplementedError
 
     def judge(self, held_out: Tensor | None) -> Reason | None:
-        """After a window: verify what is due, change what must be; why the solve is to end now, or None.
+        """Verify what is due after a window, and return why the solve is to end now, or None.
 
         :raises NumericalError: where the method fails.
         """
         raise NotImplementedError
 
     def close(self) -> bool:
-        """No step is to come, and nobody waits: end a window that is open; returns whether one was.
+        """End a window that is open when the last step was taken, and return whether there was one.
 
-        What this changes is in no checkpoint, so that a solve that goes on later has no window cut short.
+        No checkpoint holds what this changes, so that a solve that goes on later has no window cut short.
         """
         return False
 
@@ -138,12 +138,14 @@ class Method:
         return self.finish(reason, True)
 
     def resume(self, ended: Reason | None) -> Reason | None:
-        """After :meth:`restore`: why a solve that had ended has ended still, with the present tolerance; or None."""
+        """Return why a solve that had ended ends with the present tolerance, too, or None; after :meth:`restore`."""
         return self.judge(None) if ended is not None and ended.final else None
 
     def moved(self) -> None:
-        """After :meth:`restore` of what another number of ranks saved: the set-up was rounded otherwise, and what
-        builds on its bits, as conjugate directions do, begins anew from the iterate."""
+        """Begin anew from the iterate what builds on the bits of the set-up, as conjugate directions do.
+
+        It is called after :meth:`restore` of what another number of ranks saved, which rounds otherwise.
+        """
 
     def weights(self) -> Tensor:
         """The present iterate ``(size, columns)``, float64."""

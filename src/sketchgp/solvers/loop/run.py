@@ -31,7 +31,7 @@ _SHARE = 0.1  # of the work that held-out predictions may take
 
 
 def clock() -> float:
-    """Seconds, from some origin: what ``began`` of a :class:`Run` is taken from."""
+    """Return the seconds of the clock that ``began`` of a :class:`Run` is read from."""
     return time.perf_counter()
 
 
@@ -92,7 +92,7 @@ class DeferredInterrupt:
 
 
 class Run:
-    """One solve: ``loop`` runs it and returns what it ended with; ``report`` says what happened.
+    """A solve: ``loop`` runs it and returns its outcome; ``report`` says what happened.
 
     :param most_work: the budget, in the method's unit; :param most_seconds: set-up included, None for no limit.
     :param began: :func:`clock` when the set-up began.
@@ -241,7 +241,7 @@ class Run:
         return any(one % 2 for one in words)
 
     def _judge(self, bar: Any) -> None:
-        """A window is closed: the method sees whether to go on."""
+        """Record the estimates of a window that was closed, and ask the method whether to go on."""
         method, estimate = self.method, self.method.estimate().cpu()
         self.history.append(estimate)
         error = self._held_out_error()
@@ -268,7 +268,7 @@ class Run:
         return self.errors[-1].error
 
     def _tell(self) -> None:
-        """The callback sees it; its word counts before the method's."""
+        """Call the callback; where it stops the solve, that is the reason, whatever the method said."""
         stopped = self.callback is not None and self.callback(self.progress)
         self.reason = self.reason or (Reason.CALLBACK if stopped else self.judged)
 

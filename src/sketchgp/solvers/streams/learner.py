@@ -88,14 +88,14 @@ class Learner:
         return targets
 
     def begin(self, *data: Tensor) -> None:
-        """Learning of these tensors, x and y, begins or goes on; none for a stream."""
+        """Begin or go on with learning from tensors x and y, or from a stream where there are none."""
         mark = tensor_mark(*data) if data else ""
         if mark == "" or mark != self.mark:
             self.mark, self.first = mark, self.rows
             self.rows += len(data[0]) if data else 0
 
     def room(self, rows: int, most: int | None) -> int:
-        """Return how many of so many rows may be new ones, where there are no more than ``most`` in all."""
+        """Return how many of ``rows`` may be new, where there are no more than ``most`` in all."""
         return rows if most is None else min(rows, max(0, most - self.rows))
 
     def step(self, x: Tensor, y: Tensor, ridge: float, whole: bool = False, new: int = 0) -> list[Tensor]:

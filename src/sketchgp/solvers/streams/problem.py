@@ -209,7 +209,7 @@ class RandomFeatureProblem:
     :param loss: ``"squared"``, ``"logistic"``, ``"multinomial"`` or ``"hinge"``.
     :param rows: n, where the data are a stream: what noise is divided by.  None divides by the rows that were seen so
         far, and from the second pass over a stream on by those that it has.
-    :raises InputError: for what is something else.
+    :raises InputError: for arguments of other kinds.
     """
 
     kernel: Any
