@@ -111,10 +111,6 @@ class EigenProSolver(InducingPointSolver):
                 "epochs expects at least 2 for a stream with noise: the first counts the points, and does without it."
             )
 
-    def delay_of(self, problem: InducingPointProblem, batch: int, projection: Projection) -> int:
-        """Return T, the batches between two projections."""
-        raise NotImplementedError
-
     def _method(self, problem: InducingPointProblem) -> Epochs:
         stream = generator(self.seed, "EigenPro 3 and 4: rows")
         x, y, batch = self._first_points(problem, stream)
@@ -242,8 +238,7 @@ class EigenPro3(EigenProSolver):
     The parameters are those of :class:`EigenProSolver`.
     """
 
-    def delay_of(self, problem: InducingPointProblem, batch: int, projection: Projection) -> int:
-        return 1
+    delay: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,9 +275,6 @@ class EigenPro4(EigenProSolver):
         :param cost: of a projection, in evaluations of Kzz (the paper's ``T_ep2``).
         """
         return max(1, round(m / batch * math.sqrt(2 * cost)))
-
-    def delay_of(self, problem: InducingPointProblem, batch: int, projection: Projection) -> int:
-        return self.delay or self.delay_for(problem.m, batch, projection.cost)
 
 
 def unlike(x: Tensor, *others: Tensor) -> Tensor:

@@ -115,8 +115,9 @@ class Epochs(ByEpochs):
             yield some, targets[sent(rows, targets.device)].to(torch.float64)
 
     def _next_delay(self) -> int:
-        """Return the number of batches until the next projection, by what projections cost so far."""
-        return int(self.choices.delay_of(self.problem, self.block_size, self.model.projection))
+        """Return T, the number of batches until the next projection, by what projections cost so far."""
+        cost = self.model.projection.cost
+        return int(self.choices.delay or self.choices.delay_for(self.problem.m, self.block_size, cost))
 
     def _cooled(self) -> float:
         """Return the factor of the step, which is 1 and falls to 0 in the last share of the run."""
