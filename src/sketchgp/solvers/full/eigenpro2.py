@@ -97,7 +97,6 @@ class _EigenPro2(BlockMethod):
         system, n = self.system, self.system.n
         wanted = self.choices.subsample_size or min(10_000, max(500, math.ceil(10 * math.sqrt(n))))
         size = min(n, max(wanted, self.choices.rank or 0))
-        most = self.choices.rank if self.choices.rank is not None else max(1, size // 4)
         stream = generator(self.choices.seed, "EigenPro 2: subsample and fresh rows")
         system.entries += size**2
         top = top_eigensystem(system.access, size, size, generator=stream, noise=system.diagonal[:, 0])
@@ -110,10 +109,9 @@ class _EigenPro2(BlockMethod):
         products = torch.cat([inside, top.vectors.mT @ system.block(top.indices, fresh)], dim=1)
         points = torch.cat([top.indices, fresh])
         diagonal = system.access.diagonal()[points] + system.noise.max()  # of points outside the sample too
-        automatic, batch = self.choices.rank is None, self.block_size
-        rank, beta, lam = directions(top, products, diagonal, most, automatic, batch)
+        rank, beta, lam = directions(top, products, diagonal, self.choices.rank, self.block_size)
         self.tensors["subsample"], self.tensors["vectors"] = top.indices, top.vectors[:, :rank] * scales(top, rank)
-        self.numbers["step"] = step_size(beta, lam, batch)
+        self.numbers["step"] = step_size(beta, lam, self.block_size)
 
     def shrink_step(self) -> None:
         self.numbers["step"] /= 2
@@ -179,21 +177,18 @@ def preconditioned(top: TopEigensystem, products: Tensor, diagonal: Tensor, most
 
 
 def directions(
-    top: TopEigensystem, products: Tensor, diagonal: Tensor, most: int, automatic: bool, batch: int
+    top: TopEigensystem, products: Tensor, diagonal: Tensor, rank: int | None, batch: int
 ) -> tuple[int, float, float]:
-    """The number of directions to slow down, and beta and lam of the kernel that is preconditioned so.
+    """Return the number of directions to slow down, and beta and lam of the kernel that is preconditioned so.
 
-    :param most: the most directions; that many where not ``automatic``, and else the least for which ``batch`` is
-        critical.
+    :param rank: the number; None for the least for which ``batch`` is critical, at most a quarter of the subsample.
 
     The other parameters are those of :func:`preconditioned`.
     """
-    most = min(most, len(top.values))
+    most = min(rank or max(1, len(top.indices) // 4), len(top.values))
     beta, lam = preconditioned(top, products, diagonal, most)
-    critical = beta / lam.clamp(min=_TINY)
-    rank = most
-    if automatic and bool((critical >= batch).any()):
-        rank = int((critical >= batch).nonzero()[0]) + 1
+    enough = (beta / lam.clamp(min=_TINY) >= batch).nonzero()
+    rank = int(enough[0]) + 1 if rank is None and len(enough) else most
     return rank, float(beta[rank - 1]), float(lam[rank - 1])
 
 

@@ -95,7 +95,8 @@ def find_directions(
     diagonal, most = all_points.diagonal(), min(rank or max(1, size // 4), len(top.values))
     factor = top.vectors[:, :most]
     at_inducing = TallMatrix(kernel, problem.inducing_points, subsample).matmul(factor)
-    if rows is not None or not commuting:
+    projected = commuting and rows is None
+    if not projected:
         images = TallMatrix(kernel, points, subsample, accurate=True).matmul(factor)
     else:
         factor, at_inducing = projection.solve(at_inducing, tol=_TOL)
@@ -106,7 +107,7 @@ def find_directions(
     elif commuting:
         q = most_directions(top, images.mT, diagonal, most, n / _SHRINKING)
     else:  # whose fixed point every further direction moves
-        q = directions(top, images.mT, diagonal, most, True, batch)[0]
+        q = directions(top, images.mT, diagonal, None, batch)[0]
     scale = scales(top, q, 0.0 if problem.streamed else problem.level * size / n)
     factor, at_inducing, images = (part[:, :q] * scale for part in (factor, at_inducing, images))
     beta = float((diagonal - images.square().sum(dim=1)).max().clamp(min=_TINY))
@@ -115,7 +116,7 @@ def find_directions(
     block = all_points.block(judged, judged) - images[judged] @ images[judged].mT
     lam = float(torch.linalg.eigvalsh(block)[-1].clamp(min=_TINY)) / len(judged)
     entries = size * (size + len(problem.inducing_points)) + len(judged) ** 2
-    entries += len(points) * (size if rows is not None or not commuting else len(problem.inducing_points))
+    entries += len(points) * (len(problem.inducing_points) if projected else size)
     if commuting:
         chosen = slice(None) if rows is None else rows[top.indices]
         return Directions(None, factor, None, at_inducing, beta, lam, chosen, entries, size)
