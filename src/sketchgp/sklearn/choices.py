@@ -60,7 +60,7 @@ class Estimator:
     def _new_rows(self, X: Any) -> Any:
         """Return rows to predict as an array.
 
-        :raises InputError: for what is not like the rows of the fit, and before that.
+        :raises InputError: for rows that are not like those of the fit.
         """
         check_is_fitted(self)
         return validate_data(self, numbers(type(self).__name__, X), dtype=TYPES, reset=False)
