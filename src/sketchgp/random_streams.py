@@ -12,16 +12,17 @@ import torch
 
 
 def salted(seed: int, purpose: str) -> int:
-    """A number from 0 to 2^63 - 1: a hash of seed and purpose, the same on every platform."""
+    """Return a number from 0 to 2^63 - 1: a hash of seed and purpose, the same on every platform."""
     digest = hashlib.sha256(f"sketchgp: {purpose}: {int(seed)}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def generator(seed: int, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
-    """The stream of a purpose.  Streams of other purposes, other seeds or ``torch.manual_seed`` are independent of it.
+def generator(seed: int, purpose: str) -> torch.Generator:
+    """Return the stream of a purpose, on the CPU, so that numbers do not depend on the device.
+
+    Streams of other purposes, other seeds or ``torch.manual_seed`` are independent of it.
 
     :param seed: any integer.
     :param purpose: what is drawn, in words; one for each place that draws.
-    :param device: on which is drawn; the CPU, so that numbers do not depend on the device, where nothing speaks for it.
     """
-    return torch.Generator(device).manual_seed(salted(seed, purpose))
+    return torch.Generator().manual_seed(salted(seed, purpose))
