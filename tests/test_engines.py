@@ -78,7 +78,7 @@ def test_a_variant_that_a_named_engine_cannot_take_goes_by_tiles():
         operator = KernelMatrix(x, x, *kernel.parameters(), engine=engine, **options).detach()
         assert relative(AccurateProduct(operator)(normal(40, 2)), wanted @ normal(40, 2)) < 1e-12
     triton = KernelMatrix(x, x, *kernel.parameters(), engine="triton", **options)
-    assert TRITON.missing(triton.type(torch.float64)) is not None
+    assert TRITON.missing(triton.type(torch.float64).pairs) is not None
     assert choose(triton.type(torch.float64).pairs) is TILED
 
 

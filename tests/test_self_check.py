@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +13,9 @@ from gpytorch.kernels import MaternKernel, PeriodicKernel, RBFKernel, RQKernel, 
 import sketchgp
 from problems import normal, points, relative
 from sketchgp import InputError, LaplaceKernel
-from sketchgp.operators import KernelMatrix, engines, preview_engine, products
+from sketchgp.operators import KernelMatrix, engines, products
 from sketchgp.operators.access import RowProduct
-from sketchgp.operators.engines import TILED, Engine, self_check
+from sketchgp.operators.engines import TILED, Engine, self_check, triton
 
 GIB = 2**30
 
@@ -272,33 +270,23 @@ def test_rows_that_the_library_gave_an_engine_may_get_another(use, monkeypatch):
         assert relative(product(indices, normal(N, 2)), _exact(2)[:5]) < 1e-5
 
 
-# --- what auto would do -------------------------------------------------------------------------------------------
+# --- what auto takes ----------------------------------------------------------------------------------------------
 
 
-def test_a_preview_is_what_is_chosen():
-    for dtype, square, budget in ((torch.float32, True, 1), (torch.float32, False, 1), (torch.float64, True, GIB)):
-        x = points(N, dtype=dtype)
-        matrix = KernelMatrix.of(_kernel(dtype), x, None if square else x.clone())
+def test_auto_takes_triton_on_a_device_where_the_matrix_is_not_stored(monkeypatch):
+    """Matrices that are on no device, but say so."""
+    for name in ("_importable", "_recent"):
+        monkeypatch.setattr(triton, name, lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    other = RQKernel() * sketchgp.ArcCosineKernel()
+    cases = [
+        (_kernel(), torch.float32, GIB, engines.DENSE),
+        (_kernel(), torch.float32, 1, engines.TRITON),
+        (_kernel(torch.float64), torch.float64, 1, TILED),
+        (other, torch.float32, 1, TILED),
+    ]
+    for kernel, dtype, budget, engine in cases:
+        pairs = KernelMatrix.of(kernel, points(N, dtype=dtype)).pairs
+        pairs.device = torch.device("cuda")
         with sketchgp.settings.memory_budget(budget):
-            found = preview_engine(_kernel(), N, 3, dtype=dtype, device="cpu", square=square)
-            assert engines.choose(matrix.pairs).name == found.engine
-    absent = {"device": "cuda", "memory": 100 * GIB}
-    assert preview_engine(_kernel(), 10_000, 3, **absent).engine == "dense"
-    assert preview_engine(_kernel(), 100_000, 3, **absent).engine == "triton"
-    assert preview_engine(_kernel(), 100_000, 3, dtype=torch.float64, **absent).engine == "tiled"
-    assert preview_engine(RQKernel() * sketchgp.ArcCosineKernel(), 100_000, 3, **absent).engine == "tiled"
-
-
-def test_the_page_shows_what_a_preview_prints(capsys):
-    page = Path(__file__).resolve().parents[1] / "docs" / "kernel-matrix.md"
-    code, shown = re.search(
-        r"```python\n([^`]*preview_engine[^`]*)```\n\n```text\n([^`]*)```", page.read_text(encoding="utf-8")
-    ).groups()
-    exec(compile(code, page.name, "exec"), {"torch": torch})
-    assert capsys.readouterr().out == shown
-
-
-def test_a_preview_of_an_absent_device_needs_its_memory():
-    for options in ({"device": "tpu"}, {"n": 0}, {"memory": -1.0}, *([] if torch.cuda.is_available() else [{}])):
-        with pytest.raises(InputError, match="preview_engine"):
-            preview_engine(_kernel(), **{"n": 10, "d": 3, **options})
+            assert engines.choose(pairs) is engine

@@ -12,7 +12,7 @@ import torch
 from .checks import number, word
 from .memory import available_memory
 
-SHARE = 4  # of the free memory, one stored matrix may take one part in so many
+_SHARE = 4  # of the free memory, one stored matrix may take one part in so many
 Variance = Literal["auto", "exact", "samples", "low_rank"]
 VARIANCES: tuple[str, ...] = get_args(Variance)
 Agreement = Callable[[int, bool, torch.device], int]
@@ -59,7 +59,7 @@ class memory_budget(_Setting):
     def value(cls, device: torch.device | str = "cpu") -> int:
         """The budget in force, in bytes."""
         budgets, agreement = cls.values.get(), _agreement.get()
-        budget = budgets[-1] if budgets else available_memory(device) // SHARE
+        budget = budgets[-1] if budgets else available_memory(device) // _SHARE
         return budget if agreement is None else agreement(budget, not budgets, torch.device(device))
 
 

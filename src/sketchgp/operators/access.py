@@ -24,7 +24,7 @@ from linear_operator.operators import (
 from torch import Tensor
 
 from ..row_sources import blocks
-from .engines import DENSE, FAST, FUSED, LATTICE, NEAR_AND_FAR, TRITON, choose
+from .engines import DENSE, FAST, LATTICE, NEAR_AND_FAR, choose, unstored
 from .generic_tiles import call
 from .kernel_matrix import KernelMatrix
 from .lazies import SUMS, evaluated, keeps_gradients, without_keops
@@ -460,7 +460,7 @@ def _stored(operator: LinearOperator) -> Tensor | None:
 
 
 def _engine(matrix: KernelMatrix) -> str:
-    """The engine for rows of the matrix: rows of a cheap kernel are evaluated faster than gathered from memory."""
+    """Return the name of the engine for rows: those of a cheap kernel are evaluated faster than gathered from memory."""
     chosen = choose(matrix.pairs)
     if matrix.engine != "auto" or chosen is not DENSE or matrix.expression is None:
         return chosen.name
@@ -468,11 +468,7 @@ def _engine(matrix: KernelMatrix) -> str:
         features.left.shape[-1] * (_L1_WORK if atom.profile.l1 else 1)
         for atom, features in zip(matrix.expression.atoms, matrix.pairs.prepared().features, strict=True)
     )
-    if work > _CHEAP:
-        return chosen.name
-    if FUSED.serves(matrix.pairs):
-        return "fused"
-    return "triton" if matrix.device.type == "cuda" and TRITON.missing(matrix.pairs) is None else "tiled"
+    return chosen.name if work > _CHEAP else unstored(matrix.pairs).name
 
 
 def _gathered(matrix: Tensor, indices: Tensor, vectors: Tensor) -> Tensor:

@@ -7,14 +7,12 @@ import os
 from typing import cast
 
 import torch
-from gpytorch.kernels import Kernel
 from torch import Tensor
 
 from ...pairs import Pairs
 from ..base import Engine, Gradients, Live, installed
 from .launch import Precision, differentiate, multiply
 
-_DOUBLE = "it computes in float32, and the inputs are float64"
 # c of the table below
 _ERRORS = {"float32": 2.0**-20, "tf32": 2.0**-9}
 
@@ -45,29 +43,19 @@ class Triton(Engine):
     precisions = ("float32", "tf32")
 
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if dtype == torch.float64:
+            return "it computes in float32, and the inputs are float64"
         if not installed("triton"):
             return "Triton is not installed"
-        if dtype == torch.float64:
-            return _DOUBLE
         if not (device.type == "cuda" and torch.version.hip is None) and not _interpreted():
             return f"it needs a CUDA device, and the inputs are on {device}"
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
             return "it needs tensor cores that know tf32, those of compute capability 8.0 or newer"
         return None if _recent() else "Triton is older than 3.2"
 
-    def unsuited(self, kernel: Kernel, known: bool, dtype: torch.dtype) -> str | None:
-        """Return why no matrix of this kernel and dtype can be taken on any device; None where it can.
-
-        :param known: whether the kernel is recognised.
-        """
-        if not known:
-            return f"{type(kernel).__name__} is none of the kernels, nor a sum or product of them, that it knows"
-        return _DOUBLE if dtype == torch.float64 else None
-
     def missing(self, pairs: Pairs) -> str | None:
-        reason = self.unsuited(pairs.kernel, pairs.expression is not None, pairs.dtype)
-        if reason is not None:
-            return reason
+        if pairs.expression is None:
+            return f"{type(pairs.kernel).__name__} is none of the kernels, nor a sum or product of them, that it knows"
         if pairs.coincident is not None:
             return "it cannot be told which points of two sets coincide"
         return self.absent(pairs.device, pairs.dtype)
