@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from ..density import LogDensity
-from ..models.accelerated.trend import coefficients, set_coefficients
+from ..models.accelerated.trend import NARROW, coefficients, design_of, set_coefficients
 
 _MOST = 100  # coefficients: each takes a column of every solve
 _ROWS = 4  # rows for each coefficient, at least
-_NARROW = 100  # roundings of the largest direction of H, below which another one may be made of rounding
-_LINEAR = 1e3  # roundings by which the mean may differ from a linear one
 
 
 class Trend:
@@ -40,7 +38,7 @@ class Trend:
         self.parameters = parameters
         scale = torch.where((norms := design.norm(dim=0)) > 0, norms, 1)
         left, values, right = torch.linalg.svd(design.double() / scale, full_matrices=False)
-        kept = values > _NARROW * torch.finfo(design.dtype).eps * values[0]
+        kept = values > NARROW * torch.finfo(design.dtype).eps * values[0]
         self.basis = left[:, kept].contiguous()
         self._back = right[kept].mT / values[kept] / scale.unsqueeze(1)  # from coordinates in U to b
         self._forth = self.basis.mT @ design.double()
@@ -121,23 +119,19 @@ def _design(objective: Any, parameters: list[Tensor], count: int) -> tuple[Tenso
         one = len(recorder.found) == 1 and recorder.found[0][0].dim() == 2
         return [(columns.squeeze(-1), (loss.detach(), *rest)) for columns, rest in recorder.found if one]
 
-    targets, mixed = objective.model.train_targets, torch.linspace(-1, 2, count).to(now)
+    targets = objective.model.train_targets
     found = at(now, targets)
     if not found or found[0][0].requires_grad or len(residual := found[0][0]) < _ROWS * count:
         return None
     if not bool(torch.isfinite(residual).all()):
         return None
+    rests = list[tuple[Tensor, ...]]()
 
-    def by_none(*points: Tensor) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
-        return [one for values in points for one in at(values, targets * 0)]  # NaN where there is none
+    def mean(values: Tensor) -> Tensor:
+        ((none, rest),) = at(values, targets * 0)  # NaN where there is none
+        rests.append(rest)
+        return -none
 
-    known = by_none(torch.zeros_like(now), *torch.eye(count, dtype=now.dtype, device=now.device))
-    none, eps = known[0][0], torch.finfo(now.dtype).eps
-    design = torch.stack([none - other for other, _ in known[1:]], dim=1)
-    best = now + (torch.linalg.pinv(design.double(), rtol=_NARROW * eps) @ residual.double()).to(now)
-    points = torch.stack([mixed, -mixed, best])  # means that are linear in parts, as positive ones, differ at one
-    tried = by_none(*points)
-    off = torch.stack([none - other for other, _ in tried], dim=1) - design @ points.mT
-    allowed = _LINEAR * eps * (design.abs() @ points.abs().mT).clamp(min=float(none.abs().max()))
-    alone = all(torch.equal(a, b) for _, other in known + tried for a, b in zip(other, known[0][1], strict=True))
-    return (design, residual) if alone and bool((off.abs() <= allowed).all()) else None
+    design = design_of(mean, now, residual)
+    alone = all(torch.equal(a, b) for rest in rests for a, b in zip(rest, rests[0], strict=True))
+    return None if design is None or not alone else (design, residual)
