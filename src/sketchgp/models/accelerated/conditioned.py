@@ -28,10 +28,9 @@ from .approximate import refuse
 from .posterior import calls_its_own_way, strategy_of
 from .strategy import AcceleratedPredictionStrategy
 from .targets import check_has_data, check_training_data, observed_part, observed_rows, observed_targets
-from .training import Training, remembered_by
+from .training import EXACT_ROWS, Training, remembered_by
 
 MEAN_ROWS = 8192  # points whose means, or approximate variances, are computed at once
-EXACT_ROWS = 256  # points that are solved for at once
 _CLOSED = (LinearPredictionStrategy, SGPRPredictionStrategy)  # strategies that condition by a formula of their own
 
 

@@ -24,7 +24,7 @@ from ...operators.tiles import spans
 from ...settings import variance
 from ..lazy_covariance import Formula, LazyCovariance, positive
 from .approximate import Refusing, refuse
-from .training import Training
+from .training import EXACT_ROWS, Training
 
 
 class Solved(Formula):
@@ -75,7 +75,8 @@ class Solved(Formula):
         lean = isinstance(self.cross, KernelMatrix)
         cross = self.cross if lean else float64(self.cross)
         parts = []
-        for rows in spans(self.shape[-1], max(1, self.training.rows // max(1, self.shape[:-2].numel()))):
+        most = min(EXACT_ROWS, self.training.columns) // max(1, self.shape[:-2].numel())
+        for rows in spans(self.shape[-1], max(1, most)):
             c = float64(cross[..., rows, :]) if lean else cross[..., rows, :]
             some = prior[..., rows]
             parts.append(some - self.training.quadratic_forms(c.mT, some, diagonal=True))

@@ -32,7 +32,7 @@ from .added_diag import AcceleratedAddedDiagLinearOperator, summands
 from .approximate import Approximate, refuse
 from .threshold import threshold_untouched
 
-_ROWS = 256  # test points solved for at once
+EXACT_ROWS = 256  # test points that are solved for at once
 _LOOSE = 0.5  # relative residual, where the goal is one of energies
 _VECTORS = 20  # float64 vectors that a solve holds for each column
 _COLUMNS = 90  # rows of A for each right-hand side, up to which a factorization is the cheaper
@@ -245,15 +245,10 @@ class Training:
         return _QuadraticForms.apply(self, tree, diagonal, prior.detach(), c, *parts)
 
     @property
-    def rows(self) -> int:
-        """Number of test points that are solved for at once."""
-        return self.columns if isinstance(self.solver, Cholesky) else min(_ROWS, self.columns)
-
-    @property
     def columns(self) -> int:
-        """Number of columns that a solve has room for within the memory budget."""
+        """Number of columns of n numbers that a solve has room for within the memory budget."""
         budget = memory_budget.value(self.system.noise.device)
-        return max(1, budget // (8 * _VECTORS * self.noisy.shape[:-1].numel()))
+        return max(1, budget // (8 * _VECTORS * self.system.n))
 
 
 class _QuadraticForms(torch.autograd.Function):
