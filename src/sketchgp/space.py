@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .devices import version
 from .distributed import Shards, in_force
 
 _TOGETHER = 64  # columns whose squares are held at once
@@ -138,11 +139,11 @@ class SharedSpace(Space):
         return -(-self.n // self.shards.count)
 
     def held(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        if self._held is not None and self._held[0] is indices and self._held[1] == indices._version:
+        if self._held is not None and self._held[0] is indices and self._held[1] == version(indices):
             return self._held[2]  # several parts of a step ask for the same rows; each would wait for a device
         here = ((indices >= self.span.start) & (indices < self.span.stop)).nonzero().squeeze(-1)
         answer = here, indices[here] - self.span.start
-        self._held = None if indices.is_inference() else (indices, indices._version, answer)
+        self._held = None if indices.is_inference() else (indices, version(indices), answer)
         return answer
 
     def own(self, whole: Tensor) -> Tensor:

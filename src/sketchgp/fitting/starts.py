@@ -20,6 +20,7 @@ from linear_operator.operators import LinearOperator
 from torch import Tensor
 
 from ..operators import KernelMatrix
+from ..operators.lazies import parts_of
 from ..random_streams import generator
 from .objective import Objective
 
@@ -230,7 +231,7 @@ def inputs_seen(model: Any) -> dict[int, Tensor]:
             if isinstance(part, LazyEvaluatedKernelTensor | KernelMatrix):
                 _descend(part.kernel, part.x1, seen)
             elif isinstance(part, LinearOperator):
-                parts.extend(part._args)
+                parts.extend(parts_of(part))
         return seen
 
     seen = _told(model, read) or {}

@@ -23,8 +23,9 @@ from linear_operator.operators import (
 from ...cards import Card, choice, shape, tensor_kind
 from ...checks import found
 from ...density import log_density
+from ...devices import version
 from ...errors import ConvergenceWarning, InputError, warn
-from ...operators.lazies import adopt_kernels, evaluated_in
+from ...operators.lazies import adopt_kernels, evaluated_in, parts_of
 from ...solvers import Cholesky
 from ..lazy_covariance import LazyCovariance, NoisyCovariance
 from ..prediction import Prediction
@@ -246,7 +247,7 @@ def _places(model: Any) -> list[tuple[Any, ...]]:
     """Return where a model's parameters, buffers and data lie in memory, in which dtype, and how often they changed."""
     data = [] if model.train_inputs is None else [*model.train_inputs, model.train_targets]
     tensors = [*model.parameters(), *model.buffers(), *data]
-    return [(t.device, t.dtype, t.data_ptr(), None if t.is_inference() else t._version) for t in tensors]
+    return [(t.device, t.dtype, t.data_ptr(), version(t)) for t in tensors]
 
 
 def accelerated_class(base: type, mixin: type) -> type:
@@ -325,4 +326,4 @@ def _approximates(operator: Any) -> bool:
         sides = operator.left_linear_op, operator.right_linear_op
         roots = [side.root for side in sides if isinstance(side, RootLinearOperator)]
         return any(settings.max_root_decomposition_size.value() <= root.shape[-1] < root.shape[-2] for root in roots)
-    return isinstance(operator, LinearOperator) and any(_approximates(part) for part in operator._args)
+    return isinstance(operator, LinearOperator) and any(map(_approximates, parts_of(operator)))

@@ -162,7 +162,7 @@ def observed_targets(targets: Tensor, event: torch.Size) -> Tensor:
 
     :raises InputError: where that is nowhere.
     """
-    observed = settings.observation_nan_policy._get_observed(targets, event)
+    observed = ~torch.isnan(targets.reshape(-1, *event)).any(dim=0)
     if not bool(observed.any()):
         raise InputError("The targets expect at least one that is not NaN (in every element of a batch).")
     return observed
