@@ -462,8 +462,8 @@ BREAKS = (
         "the bound of a mean leaves its rounding to float32 out",
     ),
     Break(
-        '_purpose: Purpose = "fantasies"',
-        '_purpose: Purpose = "columns"',
+        'strategy.purpose = "fantasies"',
+        'strategy.purpose = "columns"',
         ("test_mean_solvers.py",),
         "fantasies' means are solved for to the residual of other solves",
     ),

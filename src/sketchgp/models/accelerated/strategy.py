@@ -50,10 +50,11 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
     the kernel in float32, they lose as many digits as the solve has won.
 
     :ivar report: of the solve for the mean; None before it, and where there was none.
+    :ivar purpose: ``"mean"``, or ``"fantasies"`` for a model with fantasies.
     """
 
     report: SolveReport | None = None
-    _purpose: Purpose = "mean"
+    purpose: Purpose = "mean"
 
     @property
     def mean_cache(self) -> Any:
@@ -108,7 +109,7 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         if root is not None:
             solution = cholesky_solve(kept, root)
         elif ours:
-            solution = covariance.solve_for(self._purpose, kept, points if self._purpose == "mean" else None)
+            solution = covariance.solve_for(self.purpose, kept, points if self.purpose == "mean" else None)
         else:
             solution = covariance.solve(kept)
         solution = solution.squeeze(-1)
@@ -217,16 +218,17 @@ class AcceleratedPredictionStrategy(DefaultPredictionStrategy):
         """
         if isinstance(full_output, MultitaskMultivariateNormal) or not solved_by_us(self._noisy()):
             strategy = super().get_fantasy_strategy(inputs, targets, full_inputs, full_targets, full_output, **kwargs)
-            strategy.__class__ = FantasyPredictionStrategy
-            return strategy
-        mean, covariance = full_output.mean, full_output.lazy_covariance_matrix
-        if full_inputs[0].dim() <= full_targets.dim():  # several sets of targets at the same points
-            batch = full_targets.shape[:1]
-            full_inputs = [x.expand(*batch, *x.shape) for x in full_inputs]
-            mean, covariance = mean.expand(*batch, *mean.shape), covariance.expand(*batch, *covariance.shape)
-        prior = self.train_prior_dist.__class__(mean, covariance)
-        likelihood = self.likelihood.get_fantasy_likelihood(**kwargs)
-        return FantasyPredictionStrategy(full_inputs, prior, full_targets, likelihood)
+        else:
+            mean, covariance = full_output.mean, full_output.lazy_covariance_matrix
+            if full_inputs[0].dim() <= full_targets.dim():  # several sets of targets at the same points
+                batch = full_targets.shape[:1]
+                full_inputs = [x.expand(*batch, *x.shape) for x in full_inputs]
+                mean, covariance = mean.expand(*batch, *mean.shape), covariance.expand(*batch, *covariance.shape)
+            prior = self.train_prior_dist.__class__(mean, covariance)
+            likelihood = self.likelihood.get_fantasy_likelihood(**kwargs)
+            strategy = self.__class__(full_inputs, prior, full_targets, likelihood)
+        strategy.purpose = "fantasies"
+        return strategy
 
 
 def _kind() -> tuple[str, bool]:
@@ -255,12 +257,6 @@ def followed_points(covariance: Any, cross: Any) -> tuple[Tensor, Tensor] | None
     rows = some_rows(cross.shape[0]).to(cross.device)
     selected = columns(evaluated_accurately(to_linear_operator(cross).mT), rows)
     return selected.to(torch.float64), float64(covariance, diagonal=True)[rows]
-
-
-class FantasyPredictionStrategy(AcceleratedPredictionStrategy):
-    """Strategy of a model with fantasies."""
-
-    _purpose: Purpose = "fantasies"
 
 
 class FeaturePredictionStrategy(LinearPredictionStrategy):
