@@ -13,13 +13,11 @@ from .base import Engine
 from .fused import Fused
 from .lattice import Lattice
 from .near_and_far import NearAndFar
-from .tiled import Dense, Tiled
+from .tiled import TILED, Dense
 from .triton import Triton
 
-DENSE, FUSED, LATTICE, NEAR_AND_FAR = Dense(), Fused(), Lattice(), NearAndFar()
-TILED, TRITON = Tiled(), Triton()
-_ALL = (DENSE, FUSED, LATTICE, NEAR_AND_FAR, TILED, TRITON)
-NAMED: dict[str, Engine] = {engine.name: engine for engine in _ALL}
+DENSE, FUSED, LATTICE, NEAR_AND_FAR, TRITON = Dense(), Fused(), Lattice(), NearAndFar(), Triton()
+NAMED: dict[str, Engine] = {e.name: e for e in (DENSE, FUSED, LATTICE, NEAR_AND_FAR, TILED, TRITON)}
 FAST = (LATTICE, NEAR_AND_FAR)  # their products take far fewer than n^2 operations
 Matmul = Literal["auto", "dense", "fused", "lattice", "near_and_far", "tiled", "triton"]
 ENGINES: tuple[str, ...] = get_args(Matmul)

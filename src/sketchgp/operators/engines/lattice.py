@@ -37,9 +37,8 @@ from ..centre import Centre
 from ..pairs import Pairs
 from ..tiles import spans
 from .base import Engine, Gradients
-from .tiled import Tiled
+from .tiled import TILED
 
-_TILED = Tiled()
 _SORTED = 500  # entries of a tile that take as long as looking at a point
 _POINT = 50  # entries of a tile that take as long as a point of a grid, of a few columns
 _COLUMNS = (10, 100)  # such few, and so many that evaluating the entry takes no time beside multiplying by it
@@ -192,7 +191,7 @@ class Lattice(Engine):
     def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
         grid, spectra = self.found(pairs), self._spectra(pairs)
         if spectra is None:
-            return _TILED.product(pairs, rhs)
+            return TILED.product(pairs, rhs)
         needed = [powers for powers in grid.powers if any(_above(powers, spectra))]
         left, right = ({p: side.power(p) for p in needed} for side in (grid.left, grid.right))
         result = torch.zeros(pairs.shape[-2], rhs.shape[-1], dtype=torch.float64, device=rhs.device)
@@ -207,7 +206,7 @@ class Lattice(Engine):
     def derivative(self, pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
         grid = self.found(pairs)
         if any(grid.reach) and self._spectra(pairs) is None:
-            return _TILED.derivative(pairs, left, right)
+            return TILED.derivative(pairs, left, right)
         total = torch.zeros((), dtype=torch.float64, device=left.device)
         for some in grid.batches(left.shape[-1]):
             sides = ((grid.left, left), (grid.right, right))
@@ -215,7 +214,7 @@ class Lattice(Engine):
             total = total + (u * v.conj()).sum(dim=0)
         weights = grid.folded(grid.back(total.unsqueeze(0)).squeeze(0)).reshape(-1, 1)
         lags = _lags(pairs, grid.differences(pairs.device))
-        found = _TILED.derivative(lags, weights, torch.ones_like(weights[:1]))
+        found = TILED.derivative(lags, weights, torch.ones_like(weights[:1]))
         of_parameters = [None if g is None else g.to(p.dtype) for g, p in zip(found[2:], pairs.parameters, strict=True)]
         return (None, None, *of_parameters)
 
@@ -241,7 +240,7 @@ def _spectra(pairs: Pairs, grid: Grid) -> dict[Powers, Tensor] | None:
 
     def moved(shift: Tensor) -> Tensor:
         lags = _lags(pairs, differences + shift.to(differences) * differences.new_tensor(reach))
-        return _TILED.dense(lags).reshape(grid.sizes)
+        return TILED.dense(lags).reshape(grid.sizes)
 
     at = cache(lambda shift: moved(torch.tensor(shift)))  # several coefficients are differences of the same values
     # points of one cell along a coordinate have the same offset there

@@ -25,14 +25,13 @@ from ..centre import Centre
 from ..expression import Prepared
 from ..pairs import Pairs
 from .base import Engine, Gradients
-from .tiled import Tiled
+from .tiled import TILED
 
 _SIZE = (150, 140)  # rows and columns: more than one block of any engine, and no multiple of one
 _WIDEST = 160  # columns of a right-hand side
 _CLOSE = 2.0**-10  # at which the distances of a periodic kernel are those of its inputs
 _ROUNDOFFS = 16.0  # of an exponential and what is around it
 _SAFETY = 4.0  # over the bound
-_TILED = Tiled()
 _LOCK = threading.RLock()
 _VERDICTS: dict[Hashable, str | None] = {}  # None, or what was wrong
 _WARNED: set[tuple[str, str]] = set()  # engines and devices
@@ -66,7 +65,7 @@ def trusted(engine: Engine, pairs: Pairs, columns: int, gradient: bool = False) 
     if pairs.asked:
         raise InputError(f"matmul={engine.name!r} cannot be used here: {fault}. Use matmul='tiled'.")
     _say(engine, pairs.device, fault)
-    return _TILED
+    return TILED
 
 
 def _say(engine: Engine, device: torch.device, fault: str) -> None:
@@ -230,7 +229,7 @@ def _excess(block: Pairs, c: float, result: Tensor, right: Tensor) -> float:
     :raises _Undecided: where the product is no number.
     """
     right = right.to(torch.float64)
-    exact = _TILED.product(cast("Pairs", _Exact(block)), right)
+    exact = TILED.product(cast("Pairs", _Exact(block)), right)
     if not bool(exact.isfinite().all()):
         raise _Undecided
     if result.shape != exact.shape:
@@ -277,7 +276,7 @@ def _gradient_excess(block: Pairs, c: float, result: Gradients, left: Tensor, ri
     :raises _Undecided: where a gradient is no number.
     """
     left, right = left.to(torch.float64), right.to(torch.float64)
-    exact = _TILED.derivative(cast("Pairs", _Exact(block)), left, right)
+    exact = TILED.derivative(cast("Pairs", _Exact(block)), left, right)
     bound = _relative_error(block, c)
     worst = 0.0
     for part in (slice(0, 2), slice(2, None)):

@@ -100,6 +100,9 @@ class Tiled(Engine):
         )
 
 
+TILED = Tiled()
+
+
 def _shape(pairs: Pairs, gradient: bool = False, within: slice | None = None) -> Shape:
     atoms = 1 if pairs.expression is None else len(pairs.expression.atoms)
     n, m = pairs.shape[-2:]
@@ -321,20 +324,17 @@ class Dense(Engine):
     def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
         stored = self.kept(pairs)
         if stored is None:
-            return Tiled().product(pairs, rhs)
+            return TILED.product(pairs, rhs)
         return (
             stored.reshape(*pairs.flat_batch, *stored.shape[-2:]) @ rhs if rhs.dim() > 2 else thin_product(stored, rhs)
         )
-
-    def derivative(self, pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
-        return Tiled().derivative(pairs, left, right)
 
     def kept(self, pairs: Pairs) -> Tensor | None:
         """Return the stored matrix; None where memory ran out for it."""
         if not pairs.stores:
             return None
         try:
-            return pairs.remember(_STORED, lambda: Tiled().dense(pairs))
+            return pairs.remember(_STORED, lambda: TILED.dense(pairs))
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
