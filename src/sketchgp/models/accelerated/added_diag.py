@@ -33,6 +33,7 @@ from ...errors import NumericalError
 from ...operators import KernelMatrix
 from ...operators.access import float64
 from ...operators.first_order import in_callers_context
+from ...operators.lazies import parts_of
 from ...operators.tiles import logger
 from ...report import SolveReport, no_answer, shortfall_counted, warn_of
 from ...settings import memory_budget
@@ -319,7 +320,8 @@ def as_kernel_matrix(operator: Any, acceleration: Acceleration) -> Any:
     if type(operator) is SumLinearOperator:
         return SumLinearOperator(*(as_kernel_matrix(part, acceleration) for part in operator.linear_ops))
     if type(operator) is ConstantMulLinearOperator:
-        return ConstantMulLinearOperator(as_kernel_matrix(operator.base_linear_op, acceleration), operator._constant)
+        base, constant = parts_of(operator)
+        return ConstantMulLinearOperator(as_kernel_matrix(base, acceleration), constant)
     if type(operator) is BlockInterleavedLinearOperator:
         return BlockInterleavedLinearOperator(as_kernel_matrix(operator.base_linear_op, acceleration))
     fits = operator.shape.numel() * operator.dtype.itemsize <= memory_budget.value(operator.device)
