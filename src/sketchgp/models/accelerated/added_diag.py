@@ -97,7 +97,10 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         acceleration: Acceleration,
         evaluation: bool = False,
     ) -> None:
-        linear_ops = tuple(_without_repeats(op) for op in linear_ops)
+        # a repeated matrix is expanded along its batch, which a KernelMatrix does without copies
+        linear_ops = tuple(
+            op.base_linear_op.expand(*op.shape) if type(op) is BatchRepeatLinearOperator else op for op in linear_ops
+        )
         super().__init__(*linear_ops, preconditioner_override=preconditioner_override)
         self.acceleration, self.evaluation = acceleration, evaluation
         self.source: AcceleratedAddedDiagLinearOperator = self
@@ -285,13 +288,6 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
         if isinstance(linear_op, DenseLinearOperator):
             return self.rebuilt(DenseLinearOperator(linear_op.tensor[..., mask, :][..., mask]), diagonal)
         return self.rebuilt(MaskedLinearOperator(linear_op, mask, mask), diagonal)
-
-
-def _without_repeats(operator: Any) -> Any:
-    """Return a repeated matrix expanded along its batch, which a KernelMatrix does without copies."""
-    if type(operator) is not BatchRepeatLinearOperator:
-        return operator
-    return operator.base_linear_op.expand(*operator.shape)
 
 
 def summands(operator: Any) -> tuple[Any, Any] | None:
