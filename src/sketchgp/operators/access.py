@@ -148,19 +148,19 @@ class Access:
         self.resolution: float = torch.finfo(torch.float64 if self.exact else operator.dtype).eps
 
     def diagonal(self) -> Tensor:
-        """``(..., n)``."""
+        """Return the diagonal, ``(..., n)``."""
         return diagonal(self.operator).to(torch.float64)
 
     def columns(self, indices: Tensor) -> Tensor:
-        """``(..., n, r)`` for indices ``(..., r)`` (one set a batch element) or ``(r,)``."""
+        """Return columns ``(..., n, r)`` at indices ``(r,)``, or ``(..., r)``, one set for each matrix."""
         return columns(self.operator, indices).to(torch.float64)
 
     def block(self, rows: Tensor, columns_: Tensor) -> Tensor:
-        """``(..., p, q)`` for indices ``(..., p)`` and ``(..., q)``."""
+        """Return a block ``(..., p, q)`` at indices ``(..., p)`` and ``(..., q)``."""
         return block(self.operator, rows, columns_).to(torch.float64)
 
     def matmul(self, rhs: Tensor) -> Tensor:
-        """``K rhs`` for rhs ``(..., n, t)`` in float64, differentiable."""
+        """Return ``K rhs`` for rhs ``(..., n, t)`` in float64, differentiable."""
         rhs = rhs.to(self.operator.dtype)
         if isinstance(self.operator, KernelMatrix) and not torch.is_grad_enabled():  # also of rows on disk
             return self.operator.product(rhs).to(torch.float64)
@@ -298,7 +298,7 @@ def evaluated_accurately(operator: LinearOperator, engine: str = "tiled") -> Lin
 
 
 class AccurateProduct:
-    """``v -> K v`` in float64 arithmetic, whatever dtype K has; nothing n x n is made in float64.
+    """Product ``v -> K v`` in float64 arithmetic, whatever dtype K has; no n x n matrix is made in float64.
 
     A ``KernelMatrix`` is evaluated anew in float64 by tiles; a stored float32 matrix is taken as it is, by rows.
     """
@@ -308,7 +308,7 @@ class AccurateProduct:
 
     @torch.no_grad()
     def __call__(self, vectors: Tensor) -> Tensor:
-        """``K vectors`` for vectors ``(..., n, t)`` in float64."""
+        """Return ``K vectors`` for vectors ``(..., n, t)`` in float64."""
 
         def product(operator: LinearOperator) -> Tensor:
             if isinstance(operator, DenseLinearOperator):
@@ -319,7 +319,7 @@ class AccurateProduct:
 
 
 class Remainder:
-    """``v -> K v`` for a symmetric ``K = F F^T + E`` with F of few columns and E stored in float32: ``2 n^2`` bytes.
+    """Product ``v -> K v`` for ``K = F F^T + E``, F of few columns and a symmetric E in float32: ``2 n^2`` bytes.
 
     The entries of E are smaller than those of K by orders of magnitude where K is smooth, and so are the errors of
     rounding them.  They are computed in float64, once, and kept as tiles of the upper triangle.  On one thread of an
@@ -363,7 +363,7 @@ class Remainder:
 
 
 def accurate_matmul(operator: LinearOperator, vectors: Tensor) -> Tensor:
-    """``K vectors`` for vectors ``(..., n, t)`` in float64, as in :class:`AccurateProduct`, and differentiable."""
+    """Return ``K vectors`` for vectors ``(..., n, t)`` in float64, as :class:`AccurateProduct` does, differentiable."""
     operator = operator.evaluate_kernel()
     if not torch.is_grad_enabled() or not (operator.requires_grad or vectors.requires_grad):
         return AccurateProduct(operator)(vectors)
@@ -371,7 +371,7 @@ def accurate_matmul(operator: LinearOperator, vectors: Tensor) -> Tensor:
 
 
 def dense_product(matrix: Tensor, vectors: Tensor) -> Tensor:
-    """``matrix @ vectors``, of a stored matrix of any dtype; vectors have the same, or float64."""
+    """Return ``matrix @ vectors`` for a stored matrix of any dtype; vectors have the same dtype, or float64."""
     if matrix.dtype == vectors.dtype:
         return matrix @ vectors
     batch = torch.Size(matrix.shape[:-2]).numel()
@@ -381,7 +381,7 @@ def dense_product(matrix: Tensor, vectors: Tensor) -> Tensor:
 
 
 class RowProduct:
-    """``(indices, v) -> K[indices] v`` for a symmetric ``(..., n, n)`` operator, without autograd.
+    """Product ``(indices, v) -> K[indices] v`` for a symmetric ``(..., n, n)`` operator, without autograd.
 
     Kernel matrices are evaluated by their engine, ``len(indices) n`` entries a call, or read where they are stored.
     Sums and multiples are taken part by part.
@@ -410,7 +410,7 @@ class RowProduct:
 
     @torch.no_grad()
     def __call__(self, indices: Tensor, vectors: Tensor, columns: Tensor | None = None) -> Tensor:
-        """``K[indices] v``, ``(..., b, t)``, or ``K[indices, columns] v``, ``(b, t)``, in float64.
+        """Return ``K[indices] v``, ``(..., b, t)``, or ``K[indices, columns] v``, ``(b, t)``, in float64.
 
         :param indices: ``(b,)``; :param columns: ``(m,)``, where there is no batch.
         :param vectors: float64, ``(..., n, t)`` or ``(m, t)``.
@@ -422,7 +422,7 @@ class RowProduct:
 
     @torch.no_grad()
     def part(self, indices: Tensor, vectors: Tensor, span: slice) -> Tensor:
-        """``K[indices, span] v``, ``(b, t)`` in float64, by this rank alone: its part of ``K[indices] v``.
+        """Return ``K[indices, span] v``, ``(b, t)`` in float64, by this rank alone: its part of ``K[indices] v``.
 
         :param vectors: float64 ``(h, t)``, the rows ``span`` of v, which this rank holds.
         """
@@ -451,7 +451,7 @@ class RowProduct:
 
 
 def _stored(operator: LinearOperator) -> Tensor | None:
-    """The dense matrix of an operator that keeps one, whole."""
+    """Return the dense matrix of an operator that keeps one; None for other operators."""
     if isinstance(operator, DenseLinearOperator):
         return operator.tensor
     if not isinstance(operator, KernelMatrix) or operator.pairs.ranks() is not None:
@@ -460,7 +460,7 @@ def _stored(operator: LinearOperator) -> Tensor | None:
 
 
 def _engine(matrix: KernelMatrix) -> str:
-    """Return the name of the engine for rows: those of a cheap kernel are evaluated faster than gathered from memory."""
+    """Name the engine for rows: those of a cheap kernel are evaluated faster than gathered from memory."""
     chosen = choose(matrix.pairs)
     if matrix.engine != "auto" or chosen is not DENSE or matrix.expression is None:
         return chosen.name
@@ -486,11 +486,12 @@ _KINK = 5e-13  # of a profile with a kink at 0, whose distances near it are made
 
 @torch.no_grad()
 def entry_rounding(operator: LinearOperator) -> tuple[Tensor, Tensor] | None:
-    """Bounds a ``(..., n)`` and b ``(..., m)`` for the errors of the entries of K ``(..., n, m)`` in a float64 product:
-    that of K_ij is at most ``(a_i + b_j) (k(x_i, x_i) k(z_j, z_j))^1/2``.
+    """Return bounds a ``(..., n)`` and b ``(..., m)`` of the errors of the entries of K in a float64 product.
 
-    None where that is not known: for entries that were rounded to less than float64 when they were made, and for
-    kernels that are called, which may lose any number of digits.
+    That of K_ij is at most ``(a_i + b_j) (k(x_i, x_i) k(z_j, z_j))^1/2``.
+
+    None is returned where that is not known: for entries that were made in less than float64, and for kernels that are
+    called, which may lose any number of digits.
     """
     left = right = torch.zeros((), dtype=torch.float64, device=operator.device)
     for _, part in terms(operator):

@@ -23,7 +23,7 @@ _SPLITS = 3  # splits of the rows into clusters before the median of the largest
 
 
 class Centre:
-    """The median of the largest cluster of the points x ``(..., m, d)`` in each coordinate, computed at the first use.
+    """Median of the largest cluster of the points x ``(..., m, d)`` in each coordinate, computed at the first use.
 
     A matrix product computes the squared distance of points a and b, counted from here, with an error of
     ``eps (|a|^2 + |b|^2)``.  The centre must therefore lie amid the points.  Rows that lie far from all others (1e5
@@ -55,7 +55,7 @@ class Centre:
 
     @torch.no_grad()
     def far(self, x: Tensor) -> Tensor:
-        """``(n,)`` bool: which rows of x ``(..., n, d)``, in any element of a batch, lie far."""
+        """Return a mask ``(n,)`` of the rows of x ``(..., n, d)`` that lie far in any element of a batch."""
         return self._beyond(x, self.value)
 
     def _beyond(self, x: Tensor, point: Tensor) -> Tensor:
@@ -64,8 +64,9 @@ class Centre:
 
     @torch.no_grad()
     def groups(self, x: Tensor, far: Tensor | None = None) -> list[Tensor] | None:
-        """Indices of rows of x ``(..., n, d)`` in groups, such that those of one lie near each other; None where no row
-        lies far from the centre.
+        """Return groups of rows of x ``(..., n, d)`` that lie near each other, as indices.
+
+        None is returned where no row lies far from the centre.
 
         :param far: which rows do; None where that is to be found out.
         """

@@ -257,8 +257,10 @@ def _scale(kernel: Kernel) -> Tensor:
 
 
 def recognise(kernel: Kernel, waves: bool = False) -> Expression | None:
-    """The expression of a kernel made of scaled RBF, Matern, rational quadratic, periodic, l1 Laplace and constant
-    kernels by sums and products; None for any other.
+    """Return the expression of a kernel; None for one that is not recognised.
+
+    Recognised are scaled RBF, Matern, rational quadratic, periodic, l1 Laplace and constant kernels, and their sums and
+    products.
 
     Exact types only: a subclass may compute something else.
 
@@ -280,7 +282,7 @@ def recognise(kernel: Kernel, waves: bool = False) -> Expression | None:
 
 
 def recognise_waves(kernel: Kernel, advice: str = "", owner: str = "") -> Expression:
-    """The expression of a kernel that has random features.
+    """Return the expression of a kernel that has random features.
 
     :param advice: what else a caller may do; :param owner: what the message begins with.
     :raises InputError: for another kernel.
@@ -300,7 +302,7 @@ Term = tuple[tuple[Kernel, ...], tuple[Leaf, ...]]  # what scales it, what it is
 
 
 def _terms(kernel: Kernel, dims: tuple[int, ...] | None, waves: bool) -> list[Term] | None:
-    """The kernel multiplied out; None where a part is not recognised."""
+    """Multiply the kernel out; None where a part is not recognised."""
     if type(kernel) is ScaleKernel:  # calls its base kernel's forward: active dimensions were selected already
         inner = _terms(kernel.base_kernel, dims, waves)
         return None if inner is None else [((kernel, *scales), leaves) for scales, leaves in inner]
@@ -326,7 +328,7 @@ def _terms(kernel: Kernel, dims: tuple[int, ...] | None, waves: bool) -> list[Te
 
 
 def profile_of(kernel: Kernel) -> Profile | None:
-    """The profile of a kernel of one distance."""
+    """Return the profile of a kernel of one distance; None for other kernels."""
     if type(kernel) in (RBFKernel, PeriodicKernel):
         return GAUSS
     if type(kernel) is MaternKernel:
@@ -358,7 +360,7 @@ def _merge(leaves: tuple[Leaf, ...]) -> list[Atom]:
 
 
 def _flat(x: Tensor, batch: torch.Size) -> Tensor:
-    """``x`` (..., n, p) with its batch dimensions expanded to ``batch`` and made one (none where it is empty)."""
+    """Expand the batch dimensions of x (..., n, p) to ``batch``, and flatten them (to none where it is empty)."""
     return (
         x.expand(*batch, *x.shape[-2:]).reshape(batch.numel(), *x.shape[-2:]) if len(batch) else x.reshape(x.shape[-2:])
     )

@@ -98,12 +98,12 @@ class Distances:
         self.least = LEAST[self.left.dtype] if _leaves_the_normal(profile, features) else None
 
     def _limit(self, squares: Tensor) -> Tensor:
-        """The t below which a pair's error of ``2 eps |a|^2`` is seen, for each ``|a|^2``; 0 for rows that are far."""
+        """Return the t below which a pair's error of ``2 eps |a|^2`` is seen; 0 for rows that are far."""
         scale = torch.finfo(squares.dtype).eps / _KINK[squares.dtype]
         return _lambert(scale * squares.masked_fill(far_points(squares), 0)).square() * self.factor
 
     def _block(self, rows: slice) -> Tensor:
-        """The left side ``[-2 f a, f |a|^2, f]`` of some rows, which stays the same along a row of tiles."""
+        """Return the left side ``[-2 f a, f |a|^2, f]`` of some rows, which is kept for a row of tiles."""
         if self._rows is None or self._rows[0] != rows:
             a = self.left[..., rows, :]
             square = a.square().sum(dim=-1, keepdim=True) * self.factor
@@ -112,7 +112,7 @@ class Distances:
         return self._rows[1]
 
     def tile(self, rows: slice, columns: slice, out: Tensor, spare: Tensor) -> Tensor:
-        """The tile, in ``out``; ``spare`` has the same shape, and is overwritten."""
+        """Return the tile in ``out``; ``spare``, of the same shape, is overwritten."""
         if self.direct:
             sign = -1 if self.profile.factor < 0 else 1
             total = out.new_zeros(())
@@ -146,7 +146,7 @@ class Distances:
         return out
 
     def far_pairs(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor] | None:
-        """The rows and columns of a tile that are far, as indices of it; None where either has none."""
+        """Return the far rows and columns of a tile, as indices of it; None where either has none."""
         if self.far is None:
             return None
         i, j = (mask[part].nonzero().squeeze(-1) for mask, part in zip(self.far, (rows, columns), strict=True))
@@ -154,7 +154,7 @@ class Distances:
         return (sent(i, device), sent(j, device)) if len(i) and len(j) else None
 
     def differences(self, rows: slice, columns: slice) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-        """The near pairs of the last tile, some at a time: an index of the tile, and ``a - b`` for each pair."""
+        """Yield the near pairs of the last tile, some at a time: an index of the tile, and ``a - b`` for each pair."""
         if self.near is None:
             return
         a, b = self.left[..., rows, :], self.right[..., columns, :]
@@ -170,7 +170,7 @@ def _mostly_far(features: Features) -> bool:
 
 
 def _lambert(c: Tensor) -> Tensor:
-    """The s, from above, where an error of ``c / s`` in s is one of 1 in ``exp(-s)``: ``s exp(s) = c``."""
+    """Return s, from above, with ``s exp(s) = c``: there an error of ``c / s`` in s is one of 1 in ``exp(-s)``."""
     s = c.log1p()
     for _ in range(4):  # Newton's method, from above
         s = s - (s - c * (-s).exp()) / (1 + s)
@@ -203,7 +203,7 @@ def farthest(profile: Profile, features: Features) -> Tensor:
 
 
 def _augmented(b: Tensor) -> Tensor:
-    """``[b, 1, |b|^2]``, the right side of a squared distance."""
+    """Return ``[b, 1, |b|^2]``, the right side of a squared distance."""
     square = b.square().sum(dim=-1, keepdim=True)
     return torch.cat([b, torch.ones_like(square), square], dim=-1)
 
@@ -243,7 +243,7 @@ class FastTiles:
         self.outputscale = self.weights[0] if self.single else None
 
     def take(self, rows: slice, columns: slice) -> Tensor:
-        """A buffer of a tile's shape, free until the next tile."""
+        """Return a buffer of a tile's shape, free until the next tile."""
         if self._taken == len(self._buffers):
             self._buffers.append(self.coefficients.new_empty(self._entries))
         shape = (*self.batch, rows.stop - rows.start, columns.stop - columns.start)
@@ -274,7 +274,7 @@ class FastTiles:
         return t, spare
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
-        """The tile without the ``outputscale``, in a buffer that the next call overwrites."""
+        """Return the tile without the ``outputscale``, in a buffer that the next call overwrites."""
         self.free()
         values = []
         for number, atom in enumerate(self.expression.atoms):
@@ -293,7 +293,7 @@ class FastTiles:
 
 
 def multiply(factors: list[Tensor], out: Tensor) -> Tensor:
-    """The elementwise product of one or more tensors; a single one is returned as it is."""
+    """Return the elementwise product of one or more tensors; a single one as it is."""
     return reduce(lambda product, factor: torch.mul(product, factor, out=out), factors)
 
 
@@ -409,7 +409,10 @@ class _AtomSums:
         self.of_right[..., :p].index_put_((*batch, j + columns.start), part, accumulate=True)
 
     def pairs(self, live: Prepared, atom: int, slope: Tensor | float) -> Pairs:
-        """Gradients of the features, or of their weight; ``slope`` has the shape of a scale, ``()`` or (B, 1, 1)."""
+        """Return gradients of the features, or of their weight.
+
+        :param slope: of the shape of a scale, ``()`` or ``(B, 1, 1)``.
+        """
         f = live.features[atom]
         if not self.wanted:
             return []
@@ -443,7 +446,7 @@ class _AtomSums:
 
 
 class FastGradient:
-    """Adds up the gradient tile by tile; ``pairs`` then gives it for the tensors of ``live``.
+    """Gradient that is added up tile by tile; :meth:`pairs` then gives it for the tensors of ``live``.
 
     :param tiles: the tiles of ``live.converted(Tensor.detach)``.
     :param live: features and coefficients that depend on the operator's tensors by autograd.
@@ -496,7 +499,7 @@ class FastGradient:
             self.sums[number].add(rows, columns, adjoint.mul_(slopes[number]), kept[number], spare)
 
     def pairs(self) -> Pairs:
-        """``(tensor, gradient)`` for the features, shape parameters and coefficients that need one."""
+        """Return ``(tensor, gradient)`` for the features, shape parameters and coefficients that need one."""
         tiles, result = self.tiles, []
         scale: Tensor | float = tiles.weights[0].to(torch.float64) if tiles.single else 1.0
         for number, (atom, sums) in enumerate(zip(tiles.expression.atoms, self.sums, strict=True)):
@@ -511,12 +514,12 @@ class FastGradient:
 
 
 def _with_one(x: Tensor) -> Tensor:
-    """``[x, 1]``, padded."""
+    """Return ``[x, 1]``, padded."""
     return padded(torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1))
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """``sum a * b`` over the last two dimensions."""
+    """Return ``sum a * b`` over the last two dimensions."""
     if a.dim() == 2:
         return torch.dot(a.reshape(-1), b.reshape(-1))
     return (a * b).sum(dim=(-2, -1))

@@ -1,4 +1,4 @@
-"""Backward passes: gradients that can be taken once, where taking them again is an error and never a zero; and with the
+"""Backward passes whose gradients can be taken once (a second time is an error, never zero), and that run with the
 context variables of the forward pass."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _FirstOrder(torch.autograd.Function):
 
 
 def first_order(gradients: Sequence[Tensor | None], *owners: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients as they are to leave a backward pass that recorded nothing of how it computed them.
+    """Return the gradients of a backward pass that recorded nothing, such that differentiating them raises an error.
 
     :param owners: what they depend on; where autograd is at work on one of them (``create_graph=True``), what is
         differentiated through the gradients raises NotImplementedError.
@@ -36,8 +36,10 @@ def first_order(gradients: Sequence[Tensor | None], *owners: Tensor) -> tuple[Te
 
 
 def in_callers_context(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass with the context variables of ``ctx.caller``, which the forward pass has put there: on CUDA it is
-    in another thread, which has none of them (the memory budget)."""
+    """Run a backward pass with the context variables of ``ctx.caller``, which the forward pass has put there.
+
+    On CUDA it is in another thread, which has none of them (the memory budget).
+    """
 
     @wraps(backward)
     def run(ctx: Any, *grads: Tensor) -> Any:

@@ -75,7 +75,7 @@ def of_all_dims(kernel: Kernel) -> Kernel:
 def evaluate(
     kernel: Kernel, x1: Tensor, x2: Tensor, centre: Centre, far: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """``kernel(x1, x2)`` as a plain tensor; active dimensions were selected already.
+    """Return ``kernel(x1, x2)`` as a plain tensor; active dimensions were selected already.
 
     Rows of x1 that lie far from the centre are evaluated by themselves: GPyTorch's distances count from the mean of x1.
 
@@ -90,7 +90,7 @@ def evaluate(
 
 
 def call(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False, **options: Any) -> Tensor:
-    """``kernel.forward`` as a tensor.
+    """Return ``kernel.forward(x1, x2)`` as a tensor.
 
     GPyTorch takes the diagonals ``(..., n, n)`` of a batch of n matrices of n points for matrices, where kernels are
     called by kernels.  One more point then tells them apart.
@@ -109,7 +109,7 @@ def call(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False, **options: 
 
 
 def diagonal(evaluate: Callable[..., Tensor], x1: Tensor, x2: Tensor, batch: torch.Size) -> Tensor:
-    """``k(x1_i, x2_i)``, ``(*batch, n)``, of a kernel as a function of two blocks; also where it ignores ``diag``."""
+    """Return ``k(x1_i, x2_i)``, ``(*batch, n)``, of a kernel as a function of blocks; it may ignore ``diag``."""
     if not (torch.is_tensor(x1) and torch.is_tensor(x2)):
         both = zip(row_sources.blocks(x1), row_sources.blocks(x2), strict=True)
         return torch.cat([diagonal(evaluate, a, b, batch) for (_, a), (_, b) in both], dim=-1)
@@ -164,12 +164,12 @@ class GenericTiles:
                 self._gradients[t] = self._gradients[t] + gradient if t in self._gradients else gradient
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """``(tensor, gradient)`` for the tensors that the kernel depends on."""
+        """Return ``(tensor, gradient)`` for the tensors that the kernel depends on."""
         return list(self._gradients.items())
 
 
 def real(x: Tensor) -> Tensor:
-    """Half-precision inputs in float32, which is what is computed in."""
+    """Convert half-precision inputs to float32, which is computed in."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 

@@ -44,7 +44,7 @@ _FEATURES = 8  # up to which differences take no longer than the other steps of 
 
 
 def forward(kernel: Kernel, x1: Tensor, x2: Tensor, apart: bool = True, **options: Any) -> Any:
-    """``kernel.forward(x1, x2)``, as GPyTorch calls it: kernels inside of it give what is evaluated.
+    """Call ``kernel.forward(x1, x2)`` as GPyTorch does, with every kernel inside of it evaluated.
 
     GPyTorch's scaled kernels, sums and products are put together of their parts.  Of other kernels with kernels inside
     only their own code knows what becomes of those, and it expects GPyTorch's setting: those alone are called with it,
@@ -156,7 +156,7 @@ def evaluated_in(model: nn.Module) -> Iterator[None]:
 
 def _distances(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False,
                square_dist: bool = False, **options: Any) -> Tensor:  # fmt: skip
-    """Distances of few features by their differences: GPyTorch's product loses what squares of the inputs round to."""
+    """Compute distances of few features by differences: GPyTorch's product rounds squares of the inputs."""
     if last_dim_is_batch:
         x1, x2 = x1.mT.unsqueeze(-1), x2.mT.unsqueeze(-1)
     if diag or x1.shape[-1] > _FEATURES or x1.dtype.itemsize < 4:
@@ -169,7 +169,7 @@ def _distances(kernel: Kernel, x1: Tensor, x2: Tensor, diag: bool = False, last_
 
 
 def _call_apart(kernel: Kernel, x1: Tensor, x2: Tensor) -> Any:
-    """``kernel.forward(x1, x2)``, in groups of rows of x1 that lie near each other.
+    """Call ``kernel.forward(x1, x2)`` in groups of rows of x1 that lie near each other.
 
     GPyTorch's distances count from the mean of x1: one far row among them costs all others their digits.  A kernel that
     gives an operator with structure is called with all rows.
@@ -192,7 +192,7 @@ def _call_apart(kernel: Kernel, x1: Tensor, x2: Tensor) -> Any:
 
 
 def _entries(points: Tensor, outputs: int) -> Tensor:
-    """Rows of a covariance that belong to these points, for kernels with several outputs a point."""
+    """Return the rows of a covariance that belong to points, for kernels with several outputs a point."""
     return (points.unsqueeze(-1) * outputs + torch.arange(outputs, device=points.device)).reshape(-1)
 
 
@@ -226,7 +226,7 @@ class UnevaluatedKernel(LazyEvaluatedKernelTensor):
 
     @cached(name="kernel_eval")
     def evaluate_kernel(self) -> LinearOperator:
-        """The covariance as the operator that the kernel makes of it.
+        """Return the covariance as the operator that the kernel makes of it.
 
         :raises InputError: if the kernel gives another shape than it promised.
         """

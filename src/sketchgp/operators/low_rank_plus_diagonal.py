@@ -99,7 +99,7 @@ class LowRankPlusDiagonal:
         return self.known_root
 
     def apply_inverse(self, rhs: Tensor) -> Tensor:
-        """``P^-1 rhs`` for rhs ``(..., n, t)``, computed in the factor's dtype, returned in that of rhs."""
+        """Return ``P^-1 rhs`` for rhs ``(..., n, t)``, computed in the factor's dtype, in that of rhs."""
         return self.apply_inverse_to_rows(rhs, Space(self.diagonal_part.shape[-1]))
 
     def down(self, vectors: Tensor, rows: slice) -> Tensor:
@@ -128,7 +128,7 @@ class LowRankPlusDiagonal:
 
     @torch.no_grad()
     def log_determinant(self) -> Tensor:
-        """``log det P`` of shape ``(...)``; :meth:`sampled_derivative` has its gradient."""
+        """Return ``log det P``, ``(...)``; :meth:`sampled_derivative` has its gradient."""
         roots, diagonal = self.capacitance_root().diagonal(dim1=-2, dim2=-1), self.diagonal_part
         value = 2 * roots.log().sum(-1) + diagonal.expand(*self.batch_shape, -1).log().sum(-1)
         return value.to(self.dtype)
@@ -138,7 +138,7 @@ class LowRankPlusDiagonal:
         return (prior - square_norms(self.factor)).clamp(min=0)
 
     def sample(self, low_rank_noise: Tensor, full_noise: Tensor) -> Tensor:
-        """``F z1 + d^(1/2) z2``: N(0, P) samples ``(..., n, s)`` from normal z1 (..., r, s) and z2 (..., n, s)."""
+        """Return N(0, P) samples ``F z1 + d^(1/2) z2``, ``(..., n, s)``, for normal z1 (..., r, s), z2 (..., n, s)."""
         return (self.factor @ low_rank_noise + self.diagonal_part.sqrt().unsqueeze(-1) * full_noise).to(self.dtype)
 
     def sampled_derivative(
@@ -151,7 +151,7 @@ class LowRankPlusDiagonal:
         full_noise: Tensor,
         of_determinant: Tensor,
     ) -> Gradients:
-        """Gradients for what the operator is made of, of a function of it, of samples from it and of its determinant.
+        """Return the gradients, for :attr:`tensors`, of a function of P, of samples from it and of its log determinant.
 
         That of the log determinant is ``g P^-1``, with ``P^-1 F = D^-1 F C^-1``.
 
@@ -181,7 +181,7 @@ class LowRankPlusDiagonal:
 
     @torch.no_grad()
     def pull_back(self, tensors: tuple[Tensor, ...], rows_of: Rows) -> Gradients:
-        """The gradient for F, ``2 G F``, of a function of P whose gradient is G.
+        """Return the gradient for F, ``2 G F``, of a function of P whose gradient is G.
 
         :param tensors: F and the diagonal, with the flags that say which need a gradient.
         :param rows_of: ``slice -> (..., h, r)`` rows of ``G F`` for each matrix of the batch; called once for each

@@ -1,4 +1,4 @@
-"""Tiles of a kernel matrix that are zero to rounding, left out: nearly all of a map's with a short lengthscale.
+"""Leave out tiles of a kernel matrix that are zero up to rounding: nearly all of them on maps with short lengthscales.
 
 Points are put into the order of a k-d tree (Bentley, Communications of the ACM 18, 1975), so that tiles are of points
 that lie together.  Each leaf is a box; no pair of two boxes is nearer than these are, and kernels fall with distances.
@@ -41,7 +41,7 @@ class Layout:
     slopes: Tensor
 
     def pieces(self, rows: int, columns: int, shape: Shape, half: bool, gradient: bool) -> Iterator[Piece]:
-        """The tiles that matter; as :func:`.tiles.pieces` has all of them."""
+        """Yield the tiles that matter, in the format of :func:`.tiles.pieces`."""
         mask, (down_leaf, across_leaf) = self.slopes if gradient else self.values, self.leaves
         step = min(shape)
         step = step // down_leaf * down_leaf if step >= down_leaf else step
@@ -70,12 +70,12 @@ class Nearby:
     share: float
 
     def back(self, rows: Tensor, left: bool = True) -> Tensor:
-        """Rows ``(..., n, t)`` of the sorted matrix, in the order of the other one."""
+        """Return rows ``(..., n, t)`` of the sorted matrix in the order of the given one."""
         return torch.empty_like(rows).index_copy_(-2, self.left if left else self.right, rows)
 
 
 def nearby(pairs: Pairs) -> Nearby | None:
-    """The matrix in an order in which tiles can be left out; None where that would not save a quarter of the pairs.
+    """Return the matrix in an order in which tiles can be left out; None where fewer than a quarter of the pairs are.
 
     It is kept with the matrix until one of its tensors changes.
     """
@@ -124,7 +124,7 @@ def _sought(pairs: Pairs) -> Nearby | None:
 
 
 def _order(x: Tensor, leaf: int) -> Tensor:
-    """``(n,)``: points ``(n, p)`` such that each ``leaf`` of them lie together: halves along the widest feature."""
+    """Return an order ``(n,)`` in which each ``leaf`` points lie together: halves along the widest feature."""
     order = torch.arange(len(x))
     todo = [(0, len(x))]
     while todo:
@@ -167,7 +167,7 @@ def _masks(
 
 
 def _apart(l1: bool, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> Tensor:
-    """``(rows, columns)``: squared distances of boxes, or l1 distances; no pair of their points is nearer."""
+    """Return squared, or l1, distances ``(rows, columns)`` of boxes; no pair of their points is nearer."""
     (a, b), (c, d) = left, right
     apart = a.new_zeros(len(a), len(c))
     for i in range(a.shape[-1]):

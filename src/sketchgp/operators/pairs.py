@@ -227,8 +227,10 @@ def part(pairs: Pairs, rows: Tensor | None, columns: Tensor | None) -> Pairs:
 
 
 def take(x: Tensor, indices: Tensor, dim: int) -> Tensor:
-    """Rows (``dim`` is -2) or columns (-1) of matrices ``(..., n, m)`` at indices ``(r,)``, or ``(..., r)``, one set
-    for each matrix."""
+    """Return rows (``dim`` is -2) or columns (-1) of matrices ``(..., n, m)``.
+
+    :param indices: ``(r,)``, or ``(..., r)``, one set for each matrix.
+    """
     if indices.dim() == 1:
         return x.index_select(dim, indices)
     batch = torch.broadcast_shapes(x.shape[:-2], indices.shape[:-1])

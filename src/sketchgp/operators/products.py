@@ -26,7 +26,7 @@ from .pairs import Pairs, part
 
 
 def product(pairs: Pairs, rhs: Tensor) -> Tensor:
-    """``K rhs`` for rhs ``(*b, m, t)`` of the matrix's ``compute_dtype``, without autograd."""
+    """Return ``K rhs`` for rhs ``(*b, m, t)`` of the matrix's ``compute_dtype``, without autograd."""
     engine, shards = choose(pairs, rhs.shape[-1]), pairs.ranks()
     if shards is None or (pairs.coincident is not None and not pairs.same):
         return trusted(engine, pairs, rhs.shape[-1]).product(pairs, rhs)
@@ -42,8 +42,10 @@ def product(pairs: Pairs, rhs: Tensor) -> Tensor:
 
 
 def part_of_rows(pairs: Pairs, indices: Tensor, rhs: Tensor, span: slice) -> Tensor:
-    """``K[indices, span] rhs`` by this rank alone, for rhs ``(h, t)``: its part of ``K[indices] v``, for the rows of v
-    that it holds.  The matrix has no batch."""
+    """Return ``K[indices, span] rhs`` by this rank alone, for the rows rhs ``(h, t)`` of v that it holds.
+
+    The sum over the ranks is ``K[indices] v``.  The matrix has no batch.
+    """
     some = part(_own(pairs, span, False), indices, None)
     result = trusted(choose(some), some, rhs.shape[-1]).product(some, _multiplicand(some, rhs))
     return result.to(rhs.dtype)
@@ -63,7 +65,7 @@ def _multiplicand(pairs: Pairs, vectors: Tensor) -> Tensor:
 
 
 def derivative(pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
-    """The gradient of ``sum_t left_t^T K right_t`` for each of the operator's tensors, on every rank.
+    """Return the gradient of ``sum_t left_t^T K right_t`` for each of the operator's tensors, on every rank.
 
     :param left: ``(*b, n, t)``; :param right: ``(*b, m, t)``.
     """
@@ -88,12 +90,12 @@ def derivative(pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
 
 
 def summed(shards: Shards, gradients: Gradients) -> Gradients:
-    """The sum over the ranks of each gradient; None where there is none."""
+    """Return the sum over the ranks of each gradient; None where there is none."""
     return tuple(None if one is None else shards.sum(one) for one in gradients)
 
 
 def _half(pairs: Pairs, shards: Shards) -> slice:
-    """Rows of the upper half of an n x n matrix such that all ranks evaluate as many entries of it.
+    """Return this rank's rows of the upper half of an n x n matrix; all ranks evaluate as many entries of it.
 
     Tiles of 2 c columns are square along the diagonal: up to row x there are ``x (n + c) - x^2 / 2`` entries.
     """
@@ -174,7 +176,7 @@ def product_of_batch(pairs: Pairs, rhs: Tensor) -> Tensor:
 
 
 def derivative_of_batch(pairs: Pairs, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient of ``sum_t left_t^T K right_t`` for each of the operator's tensors, without autograd.
+    """Return the gradient of ``sum_t left_t^T K right_t`` for each of the operator's tensors, without autograd.
 
     :param left_vecs: ``(..., n, t)`` or ``(n,)``; :param right_vecs: ``(..., m, t)`` or ``(m,)``.
     """

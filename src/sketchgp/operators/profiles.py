@@ -52,7 +52,7 @@ class Profile:
     derivative: Callable[[Tensor, Tensor, Tensor | None, Buffer], Slopes]
 
     def at(self, q: Tensor, alpha: Tensor | None) -> Tensor:
-        """``phi(q)``, of distances that are left as they are."""
+        """Return ``phi(q)``; q stays as it is."""
         t = q * (self.factor if alpha is None else self.factor / alpha)
         return self.gain * self.value(t, torch.empty_like(t), alpha)
 

@@ -66,13 +66,13 @@ class PriorPaths:
         return result
 
     def _prepare(self, x: Tensor) -> Prepared:
-        """The features of x, counted from the origin, are on the left; differentiable in x only."""
+        """Prepare the features of x, counted from the origin, on the left side; differentiable in x only."""
         pairs = constant(KernelMatrix.of(self.kernel, x, self.origin, engine="tiled")).double().pairs
         pairs.expression = self._expression
         return pairs.prepare(pairs.tensors, False)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The functions at x ``(p, d)``: ``(p, S)``, float64, differentiable in x.
+        """Return the functions at x ``(p, d)``: ``(p, S)``, float64, differentiable in x.
 
         Paths of rough kernels have rough gradients, which do not exist in the limit for Matern 1/2 and Laplace.
         """
@@ -82,7 +82,7 @@ class PriorPaths:
         return torch.cat(parts)
 
     def each(self, x: Tensor) -> Tensor:
-        """Every function at points of its own, x ``(S, p, d)``: ``(S, p)``, float64, differentiable in x."""
+        """Return each function at points of its own, x ``(S, p, d)``: ``(S, p)``, float64, differentiable in x."""
         parts = [x.new_zeros(self.samples, 0, dtype=torch.float64)]
         for span in spans(x.shape[1], max(1, _INPUTS // (self.samples * max(1, x.shape[2])))):
             points = x[:, span].reshape(-1, x.shape[2])
@@ -90,7 +90,7 @@ class PriorPaths:
         return torch.cat(parts, dim=1)
 
     def _summed(self, x: Tensor, shape: tuple[int, int], values: Callable[..., Tensor]) -> Tensor:
-        """The sum of all terms at points ``(p, d)``, of this shape.
+        """Return the sum of all terms at points ``(p, d)``, of a given shape.
 
         :param values: of the waves of one term, from the features.
         """
@@ -146,14 +146,14 @@ class _Waves:
         return _Waves(stop - start, self.length, weights, self.phases[waves if weights else which])
 
     def __call__(self, features: tuple[Features, ...], dtype: torch.dtype) -> Tensor:
-        """``(p, S)``, or ``(S,)`` of constants."""
+        """Return the functions at all rows, ``(p, S)``; of constants ``(S,)``."""
         if not self.weights:
             return self.phases
         sums = _Sums.apply(self, dtype, *(features[index].left for index, _ in self.weights))
         return sums * math.sqrt(2 / self.length)
 
     def each(self, features: tuple[Features, ...], dtype: torch.dtype) -> Tensor:
-        """Every function at rows of its own, one function's after the other's: ``(S, p)``, or ``(S, 1)``."""
+        """Return each function at rows of its own, one function's after the other's: ``(S, p)``, or ``(S, 1)``."""
         if not self.weights:
             return self.phases.unsqueeze(1)
         points = [features[index].left.unflatten(0, (self.samples, -1)).unbind() for index, _ in self.weights]
@@ -164,7 +164,7 @@ class _Waves:
         return torch.stack(sums) * math.sqrt(2 / self.length)
 
     def tiles(self, points: tuple[Tensor, ...]) -> Iterator[tuple[slice, slice, slice, Tensor]]:
-        """Rows, functions, their waves, and the turns ``(rows, waves)`` less whole ones, float64."""
+        """Yield rows, functions, their waves, and the turns ``(rows, waves)`` less whole ones, float64."""
         p = len(points[0])
         group = max(1, min(self.samples, _ENTRIES // (min(p, _ROWS) * self.length)))
         rows = max(1, min(_ROWS, _ENTRIES // (group * self.length)))

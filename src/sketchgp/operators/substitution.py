@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def cholesky_solve(rhs: Tensor, root: Tensor) -> Tensor:
-    """``(L L^T)^-1 rhs`` for rhs ``(..., n, t)`` and L lower triangular, ``(..., n, n)``.
+    """Return ``(L L^T)^-1 rhs`` for rhs ``(..., n, t)`` and L lower triangular, ``(..., n, n)``.
 
     ``torch.cholesky_solve`` is LAPACK's ``potrs``, which with MKL takes 15 times as long for a few columns (n = 1,500
     to 3,000): one such solve would be dearer than the product with the kernel matrix beside it.

@@ -50,14 +50,14 @@ class Engine:
         return None
 
     def product(self, pairs: Pairs, rhs: Tensor) -> Tensor:
-        """``K rhs`` for rhs ``(*b, m, t)`` of the matrix's ``compute_dtype``, without autograd.
+        """Return ``K rhs`` for rhs ``(*b, m, t)`` of the matrix's ``compute_dtype``, without autograd.
 
         Here and below ``b`` is () for one matrix, and (B,) for a batch of B, however many dimensions it has.
         """
         raise NotImplementedError
 
     def derivative(self, pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
-        """The gradient of ``sum_t left_t^T K right_t`` for each of the operator's tensors, x1, x2 and parameters.
+        """Return the gradient of ``sum_t left_t^T K right_t`` for each of the operator's tensors.
 
         :param left: ``(*b, n, t)``.
         :param right: ``(*b, m, t)``.
@@ -106,7 +106,7 @@ class Live:
                 self.prepared = pairs.prepare(self.tensors, self.same)
 
     def pull_back(self, pairs: list[tuple[Tensor, Tensor]]) -> Gradients:
-        """Gradients for the operator's tensors, from gradients for values that depend on the copies."""
+        """Return gradients for the operator's tensors, from gradients for values that depend on the copies."""
         pairs = [(value, gradient.detach()) for value, gradient in pairs if value.requires_grad]
         result: dict[Tensor, Tensor | None] = {}
         if pairs:

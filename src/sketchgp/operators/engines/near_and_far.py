@@ -147,7 +147,7 @@ class Problem:
 
     @cached_property
     def top(self) -> float:
-        """The far part at distance 0; below the level it is left out."""
+        """Far part at distance 0; below the level it is left out."""
         return float(self.split.at(torch.zeros(1, dtype=torch.float64), False)[0])
 
     def period(self, frequency: float) -> Period:

@@ -43,7 +43,7 @@ class _Undecided(Exception):
 
 
 def trusted(engine: Engine, pairs: Pairs, columns: int, gradient: bool = False) -> Engine:
-    """The engine, after its check; tiles where it failed and was the library's own choice, with one warning.
+    """Return the engine, after its check; where it failed and was the library's own choice, tiles, with one warning.
 
     :param columns: of the right-hand sides.
     :param gradient: whether a product is to be differentiated, not computed.
@@ -69,7 +69,7 @@ def trusted(engine: Engine, pairs: Pairs, columns: int, gradient: bool = False) 
 
 
 def _say(engine: Engine, device: torch.device, fault: str) -> None:
-    """A warning for the first fault of an engine on a device; what else it fails at is said in the log."""
+    """Warn of the first fault of an engine on a device; log the others."""
     message = f"The engine {engine.name!r} is left out on {device}, tiles are used: {fault}."
     with _LOCK:
         first = (engine.name, str(device)) not in _WARNED
@@ -126,8 +126,10 @@ def _fault(engine: Engine, c: float, pairs: Pairs, columns: int, gradient: bool)
 
 
 def _few_large(numbers: Tensor) -> Tensor:
-    """Numbers ``(m, t)`` from 0 to 1 with signs, of which eight in each column, from end to end, are large: the bound
-    of a sum of many errors is far above what they add up to, and would hide products of too few digits."""
+    """Give numbers ``(m, t)`` from 0 to 1 signs, and make all but eight in each column small.
+
+    The bound of a sum of many errors is far above their sum, and would hide products of too few digits.
+    """
     m, t = numbers.shape
     signed = (numbers * 1024).floor() % 2 * 2 - 1
     large = torch.linspace(0, m - 1, 8, device=numbers.device).round().long().unsqueeze(1)
@@ -140,7 +142,7 @@ def _few_large(numbers: Tensor) -> Tensor:
 
 
 def _block(pairs: Pairs, rows: int, columns: int, own: bool) -> Pairs:
-    """A matrix of the same kind, of few points, moved to around 0: kernels that engines know depend on differences.
+    """Return a matrix of the same kind, of few points, moved to around 0: these kernels depend on differences.
 
     :param own: whether some are rows of the user's as they are, however far apart they lie.
     """
@@ -160,8 +162,10 @@ def _block(pairs: Pairs, rows: int, columns: int, own: bool) -> Pairs:
 
 
 def _steps(pairs: Pairs, x: Tensor, count: int, seed: int) -> Tensor:
-    """``(..., count, d)`` in float64: every other one leads from the centre to a row of x ``(..., n, d)``, the others
-    lead to random points of the same spread."""
+    """Return steps ``(..., count, d)`` from the centre, float64.
+
+    Every other one leads to a row of x ``(..., n, d)``, the others to random points of the same spread.
+    """
     some = torch.linspace(0, x.shape[-2] - 1, min(x.shape[-2], 4 * count), device=x.device).long()
     candidates = x.detach().index_select(-2, some)
     candidates = candidates if candidates.dtype.itemsize >= 4 else candidates.float()
@@ -194,7 +198,7 @@ def _scales(pairs: Pairs, steps: Tensor, origin: Centre) -> Tensor:
 
 
 def _points(x: Tensor, steps: Tensor, scales: Tensor) -> Tensor:
-    """The steps, each multiplied by one of the scales and, unless it is 1, a number from 1/2 to 3/2."""
+    """Multiply each step by one of the scales and, unless it is 1, by a number from 1/2 to 3/2."""
     count = steps.shape[-2]
     spread = torch.rand(count, 1, dtype=torch.float64, generator=generator(0, "how far points of a check are drawn"))
     each = scales[(torch.arange(count, device=scales.device) // 2) % len(scales)].unsqueeze(-1)
@@ -224,7 +228,7 @@ class _Exact:
 
 
 def _excess(block: Pairs, c: float, result: Tensor, right: Tensor) -> float:
-    """The largest error of an entry of a product over its bound.
+    """Return the largest error of an entry of a product over its bound.
 
     :raises _Undecided: where the product is no number.
     """

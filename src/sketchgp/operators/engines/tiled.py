@@ -30,7 +30,7 @@ class Tiled(Engine):
     name = "tiled"
 
     def product(self, pairs: Pairs, rhs: Tensor, within: slice | None = None) -> Tensor:
-        """``K rhs``, or the part of it that some tiles make.
+        """Return ``K rhs``, or the part of it that some tiles make.
 
         :param within: the rows of these tiles, which count with their mirror images where x1 is x2; None for all.
         """
@@ -48,7 +48,7 @@ class Tiled(Engine):
         return _shape(pairs)[1]
 
     def dense(self, pairs: Pairs) -> Tensor:
-        """The whole matrix ``(*batch, n, m)``, without autograd."""
+        """Return the matrix ``(*batch, n, m)``, without autograd."""
         out = torch.empty(pairs.shape, dtype=pairs.compute_dtype, device=pairs.device)  # no tile makes it fit
         if 0 in pairs.batch_shape:
             return out
@@ -74,7 +74,7 @@ class Tiled(Engine):
         return self._derivative(pairs, weights, fold, within)
 
     def dense_derivative(self, pairs: Pairs, gradient: Tensor) -> Gradients:
-        """The gradient of ``sum_ij gradient_ij K_ij``, for ``gradient`` of the matrix's shape."""
+        """Return the gradient of ``sum_ij gradient_ij K_ij``, for ``gradient`` of the matrix's shape."""
         gradient = gradient.reshape(*pairs.flat_batch, *gradient.shape[-2:])
 
         def weights(rows: slice, columns: slice, out: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ _FEW = {torch.float32: 8, torch.float64: 256}  # columns up to which they lie ac
 
 
 class TileSums:
-    """``K rhs`` from the tiles of K.
+    """Sum of ``K rhs`` over the tiles of K.
 
     On a CPU few columns lie across: rows of their own, which products with tiles then go along.  With tiles of 1 MB a
     thread and one (two) threads of an AMD EPYC this takes 0.37 (0.34) of the time for 11 float64 columns, 0.21 (0.29)
@@ -295,7 +295,7 @@ class TileSums:
             add_product(self.out[..., rows, :], tile, self.rhs[..., columns, :])
 
     def total(self) -> Tensor:
-        """``(*batch, n, t)``."""
+        """Return the sum, ``(*batch, n, t)``."""
         return self.out[: self.columns].mT.contiguous() if self.across else self.out[..., : self.columns]
 
 

@@ -66,12 +66,12 @@ def _padded(size: int) -> int:
 
 
 def _power(size: int) -> int:
-    """The smallest power of two that is not smaller, 16 at the least."""
+    """Return the smallest power of two that is not smaller, at least 16."""
     return max(1 << max(size - 1, 0).bit_length(), 16)
 
 
 def _flat(x: Tensor) -> Tensor:
-    """``(B, n, p)`` in float32, of ``(n, p)`` or ``(B, n, p)``."""
+    """Return ``(B, n, p)`` in float32, of ``(n, p)`` or ``(B, n, p)``."""
     return (x.unsqueeze(0) if x.dim() == 2 else x).to(torch.float32)
 
 
@@ -113,7 +113,7 @@ def _pack_features(x: Tensor, profile: Profile, plan: AtomPlan, parts: int) -> P
 
 
 def _pack_matrix(x: Tensor, k: int, parts: int) -> Packed:
-    """Rows of x ``(B, n, p)``, filled up to chunks of k columns, in parts."""
+    """Return the rows of x ``(B, n, p)``, filled up to chunks of k columns, in parts."""
     n, p = x.shape[-2:]
     x = functional.pad(x, (0, _count(p, k) * k - p, 0, _padded(n) - n)).contiguous()
     high = _rounded(x)
@@ -137,7 +137,7 @@ def _rounded(x: Tensor) -> Tensor:
 def multiply(
     expression: Expression, prepared: Prepared, rows: int, rhs: Tensor, same: bool, precision: Precision
 ) -> Tensor:
-    """``K rhs`` ``(n, t)`` or ``(B, n, t)``, for rhs ``(m, t)`` or ``(B, m, t)``.
+    """Return ``K rhs`` ``(n, t)`` or ``(B, n, t)``, for rhs ``(m, t)`` or ``(B, m, t)``.
 
     :param rows: n.
     :param same: whether entries on the diagonal are at distance 0.
@@ -240,7 +240,7 @@ class _Problem:
 
 
 def _kept(expression: Expression, prepared: Prepared, precision: Precision) -> _Problem:
-    """The problem, packed at the first product and kept with the features it was made of."""
+    """Return the problem, packed at the first product and kept with the features it was made of."""
     kept: dict[Precision, _Problem] = vars(prepared).setdefault("_triton", {})
     if precision not in kept:
         kept[precision] = _Problem(expression, prepared, precision)

@@ -68,7 +68,7 @@ class Plan:
 
 @functools.lru_cache(maxsize=256)
 def compiled(plan: Plan, gradient: bool) -> Any:
-    """The kernel of a plan: a product, or a gradient."""
+    """Return the kernel of a plan: a product, or a gradient."""
     from triton import jit
 
     from . import kernels
@@ -197,7 +197,7 @@ def _profiles(plan: Plan) -> list[str]:
 
 
 def _zero_diagonal(plan: Plan, tiles: list[str]) -> list[str]:
-    """Exact zeros for a point and itself; tiles computed by differences have them anyway."""
+    """Return lines that put exact zeros for a point and itself; tiles by differences have them anyway."""
     if not (plan.same and tiles):
         return []
     lines = ["if (col < row + BM) & (row < col + BN):"]
@@ -212,18 +212,18 @@ def _vectors(plan: Plan, a: int) -> str:
 
 
 def _times(first: str, term: tuple[int, ...]) -> str:
-    """The product with the values of some atoms."""
+    """Return the product with the values of some atoms."""
     return " * ".join([first, *(f"v{a}" for a in term)])
 
 
 def _sum(plan: Plan) -> str:
-    """The kernel's values."""
+    """Return the sum that gives the kernel's values."""
     total = " + ".join(_times(f"f{t}", term) for t, term in enumerate(plan.terms))
     return total if any(plan.terms) else f"tl.zeros((BM, BN), tl.float32) + ({total})"
 
 
 def _others(plan: Plan, a: int) -> str:
-    """``dK / dphi_a``."""
+    """Return ``dK / dphi_a``."""
     result = [
         _times(f"f{t}", term[:i] + term[i + 1 :])
         for t, term in enumerate(plan.terms)
