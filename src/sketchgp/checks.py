@@ -34,7 +34,7 @@ def settle(choices: Any, check: Callable[..., Any], *names: str, **options: Any)
 
 
 def count(owner: str, name: str, value: Any, *, least: int = 1, most: int | None = None, optional: bool = False) -> Any:
-    """An integer of at least ``least``: whatever ``operator.index`` takes, but no bool.
+    """Return an integer of at least ``least``: whatever ``operator.index`` takes, but no bool.
 
     :param optional: whether None is as good.
     """
@@ -47,12 +47,12 @@ def count(owner: str, name: str, value: Any, *, least: int = 1, most: int | None
 
 
 def counts(owner: str, name: str, value: Any, *, least: int = 1) -> tuple[int, ...]:
-    """A sequence of integers, each of at least ``least``."""
+    """Return a sequence of integers, each of at least ``least``, as a tuple."""
     return tuple(count(owner, name, one, least=least) for one in _sequence(owner, name, value, "integers"))
 
 
 def seed(owner: str, name: str, value: Any) -> int:
-    """An integer that seeds a ``torch.Generator``, from -2^63 to below 2^63."""
+    """Return an integer that seeds a ``torch.Generator``, from -2^63 to below 2^63."""
     found = _integer(value)
     right = found is not None and -(2**63) <= found < 2**63
     return int(_accept(owner, name, value, found, right, "an integer below 2^63", False))
@@ -70,7 +70,7 @@ def number(
     finite: bool = False,
     optional: bool = False,
 ) -> Any:
-    """A real number, above ``above`` or at least ``least``, below ``below`` or at most ``most``; NaN is none.
+    """Return a real number, above ``above`` or at least ``least``, below ``below`` or at most ``most``; NaN is none.
 
     :param finite: whether infinity is refused; :param optional: whether None is as good.
     """
@@ -99,7 +99,7 @@ def number(
 
 
 def numbers(owner: str, name: str, value: Any, **options: Any) -> list[float]:
-    """A sequence of at least one real number; :param options: of :func:`number`."""
+    """Return a sequence of at least one real number, as a list; :param options: of :func:`number`."""
     given = list(_sequence(owner, name, value, "numbers"))
     if not given:
         raise InputError(f"{owner}: {name} expects at least one, got none.")
@@ -112,7 +112,7 @@ def _sequence(owner: str, name: str, value: Any, kind: str) -> Any:
 
 
 def tolerance(owner: str, name: str, value: Any, *, words: tuple[str, ...] = (), optional: bool = False) -> Any:
-    """A relative residual, a number between 0 and 1; or one of some words."""
+    """Return a relative residual, a number between 0 and 1; or one of some words."""
     if isinstance(value, str) and words:
         if value not in words:
             kind = ", ".join(f"{one!r}" for one in words)
@@ -122,13 +122,13 @@ def tolerance(owner: str, name: str, value: Any, *, words: tuple[str, ...] = (),
 
 
 def flag(owner: str, name: str, value: Any, *, optional: bool = False) -> Any:
-    """True or False."""
+    """Return True or False."""
     found = _plain(value)
     return _accept(owner, name, value, found, isinstance(found, bool), "True or False", optional)
 
 
 def word(owner: str, name: str, value: Any, allowed: Sequence[str], *, optional: bool = False) -> Any:
-    """One of some words."""
+    """Return one of some words."""
     words = [repr(one) for one in allowed]
     kind = " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"
     right = isinstance(value, str) and value in allowed
@@ -136,13 +136,13 @@ def word(owner: str, name: str, value: Any, allowed: Sequence[str], *, optional:
 
 
 def path(owner: str, name: str, value: Any, *, optional: bool = False) -> Any:
-    """A path in the file system."""
+    """Return a path in the file system."""
     right = isinstance(value, str | os.PathLike) and bool(os.fspath(value))
     return _accept(owner, name, value, value, right, "a path", optional)
 
 
 def function(owner: str, name: str, value: Any) -> Any:
-    """Something to call, or None."""
+    """Return something to call, or None."""
     return _accept(owner, name, value, value, callable(value), "a function", optional=True)
 
 
@@ -154,7 +154,7 @@ def _accept(owner: str, name: str, value: Any, found: Any, right: bool, kind: st
 
 
 def instance(owner: str, name: str, value: Any, classes: Any, kind: str, hint: str = "") -> Any:
-    """An object of some class.
+    """Return an object of some class.
 
     :param kind: the class in words; :param hint: what to do about another one.
     """
@@ -164,7 +164,7 @@ def instance(owner: str, name: str, value: Any, classes: Any, kind: str, hint: s
 
 
 def tensor(owner: str, name: str, value: Any, dims: Sequence[int]) -> Tensor:
-    """A finite, dense float32 or float64 tensor of at least one row, and of one column if it is of points.
+    """Return a finite, dense float32 or float64 tensor of at least one row, and of one column if it is of points.
 
     :param dims: the numbers of dimensions that are right.
     """
@@ -186,7 +186,7 @@ def tensor(owner: str, name: str, value: Any, dims: Sequence[int]) -> Tensor:
 
 
 def array(owner: str, name: str, value: Any, kind: str = "a tensor, a numpy array or a pandas table") -> Tensor:
-    """A tensor of numbers from what people keep them in: a tensor as it is, a copy of a numpy array or pandas object.
+    """Return a tensor of numbers: a tensor as it is, a copy of a numpy array or a pandas object.
 
     Missing values of a pandas object become NaN.
 
@@ -219,7 +219,7 @@ def _dense(owner: str, name: str, value: Tensor) -> Tensor:
 
 
 def unmasked(owner: str, name: str, value: Any) -> Any:
-    """The value, unless it is an array with masked entries: numpy converts those to the numbers under the mask.
+    """Return the value, unless it is an array with masked entries: numpy converts those to the numbers under the mask.
 
     :raises InputError: for those.
     """
@@ -232,8 +232,10 @@ def unmasked(owner: str, name: str, value: Any) -> Any:
 
 
 def copied(values: Any, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy of a numpy array as a contiguous tensor: torch takes neither negative strides, nor bytes in the order of
-    other machines, nor numbers wider than float64."""
+    """Return a copy of a numpy array as a contiguous tensor.
+
+    Torch takes neither negative strides, nor bytes in the order of other machines, nor numbers wider than float64.
+    """
     values = np.asarray(values)
     wide = {"f": np.float64, "c": np.complex128}.get(values.dtype.kind)
     native = np.dtype(wide) if wide and values.dtype.itemsize > np.dtype(wide).itemsize else values.dtype
@@ -242,7 +244,7 @@ def copied(values: Any, device: Any = None, dtype: torch.dtype | None = None) ->
 
 
 def points_like(owner: str, name: str, value: Any, points: Any) -> Tensor:
-    """Points ``(m, d)`` as others ``(n, d)`` are, in their dtype and on their device; ``(m,)`` is as good where d is 1.
+    """Return points ``(m, d)`` in the dtype and on the device of others ``(n, d)``; ``(m,)`` is as good where d is 1.
 
     :param value: as :func:`array` takes it.
     :raises InputError: for other shapes, no rows, complex numbers, NaN or infinity, also where it is the others' dtype
@@ -267,7 +269,7 @@ def points_like(owner: str, name: str, value: Any, points: Any) -> Tensor:
 
 
 def inputs(owner: str, name: str, value: Any, sets: bool = False) -> Tensor:
-    """Points ``(..., n, d)`` for a kernel: a dense floating-point tensor of at least one row and one column.
+    """Return points ``(..., n, d)`` for a kernel: a dense floating-point tensor of at least one row and one column.
 
     :param sets: whether there are several sets of them, ``(S, ..., n, d)``.
     """
@@ -294,7 +296,7 @@ def points_among(owner: str, x: Any, others: Any, sets: bool = False) -> Tensor:
 
 
 def labels(owner: str, name: str, value: Any) -> Tensor:
-    """A tensor of integers, at least one."""
+    """Return a tensor of integers, at least one."""
     if not torch.is_tensor(value) or value.layout != torch.strided:
         raise refusal(owner, name, "a tensor of integers", value)
     if value.is_floating_point() or value.is_complex() or value.is_quantized:
@@ -305,7 +307,7 @@ def labels(owner: str, name: str, value: Any) -> Tensor:
 
 
 def label_array(owner: str, name: str, value: Any) -> Any:
-    """Labels that are no tensor, integers, texts or booleans, at least one, as a numpy array; texts as numpy's."""
+    """Return labels that are no tensor as a numpy array of at least one: integers, texts (as numpy's) or booleans."""
     kind = "integers, texts or booleans"
     unmasked(owner, name, value)
     try:
@@ -326,14 +328,14 @@ def label_array(owner: str, name: str, value: Any) -> Any:
 
 
 def dtype(owner: str, name: str, value: Any) -> torch.dtype:
-    """A floating-point type of torch."""
+    """Return a floating-point type of torch."""
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise refusal(owner, name, "a floating-point torch.dtype", value)
     return value
 
 
 def like(owner: str, name: str, value: Any, shape: Sequence[int], device: torch.device) -> Tensor:
-    """A tensor as :func:`tensor` has it, of this very shape, the solution's, and on this device."""
+    """Return a tensor as :func:`tensor` does, of the solution's shape and on its device."""
     tensor(owner, name, value, (len(shape),) if torch.is_tensor(value) and value.dim() == len(shape) else (1, 2))
     if tuple(value.shape) != tuple(shape):
         raise InputError(f"{owner}: {name} expects the solution's shape {tuple(shape)}, got {tuple(value.shape)}.")
@@ -343,7 +345,7 @@ def like(owner: str, name: str, value: Any, shape: Sequence[int], device: torch.
 
 
 def pair(owner: str, value: Any, points: Any, columns: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-    """Points ``(p, d)`` like ``points`` and their targets ``(p, *columns)``, as a pair; or None."""
+    """Return points ``(p, d)`` like ``points`` and their targets ``(p, *columns)``, as a pair; or None."""
     if value is None:
         return None
     if not isinstance(value, tuple | list) or len(value) != 2:
@@ -371,7 +373,7 @@ def same_points(owner: str, x: Any, others: Any, name: str = "x", whose: str = "
 
 
 def variances(owner: str, name: str, value: Any, x: Any, *, zero: bool = False) -> Tensor:
-    """Variances of the rows of x, ``(n,)`` float64: a positive number or as many as there are rows.
+    """Return variances of the rows of x, ``(n,)`` float64, from a positive number or as many as there are rows.
 
     :param zero: whether 0 is as good.
     """
@@ -395,7 +397,7 @@ def variances(owner: str, name: str, value: Any, x: Any, *, zero: bool = False) 
 
 
 def refusal(owner: str, name: str, kind: str, value: Any, optional: bool = False, hint: str = "") -> InputError:
-    """The error for an argument that is something else than expected; for the caller to raise."""
+    """Return the error for an argument that is not what was expected, for the caller to raise."""
     return InputError(f"{owner}: {name} expects {kind}{', or None,' if optional else ','} got {found(value)}.{hint}")
 
 
@@ -413,7 +415,7 @@ def found(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """numpy's scalars, and arrays and tensors of no dimension, as Python's own."""
+    """Convert numpy's scalars, and arrays and tensors of no dimension, to Python's own."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 

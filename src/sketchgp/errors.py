@@ -39,7 +39,7 @@ class ConvergenceWarning(UserWarning):
 
 
 def marked(message: str, see: str | None) -> str:
-    """A message that ends with the name of its row in docs/troubleshooting.md."""
+    """Return a message that ends with the name of its row in docs/troubleshooting.md."""
     return message if see is None else f"{message} [troubleshooting: {see}]"
 
 

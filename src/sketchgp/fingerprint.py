@@ -1,4 +1,4 @@
-"""What tensors and modules are known by: keys tell whether something changed in this process, marks last in a file.
+"""Identity of tensors and modules: keys tell whether something changed in this process, marks last in a file.
 
 A *key* (:func:`tensor_key`, :func:`module_key`, :func:`data_key`) is compared with another of the same process.  A
 *mark* (:func:`tensor_mark`, :func:`module_mark`, :func:`text_mark`) is text, the same on every device and machine.
@@ -38,7 +38,7 @@ _FIRST, _SECOND = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # the multipliers of
 
 
 def tensor_key(tensor: Tensor | RowSource) -> tuple[Any, ...]:
-    """A key of shape, dtype, device and every entry of a tensor; of rows on disk, of evenly spaced ones."""
+    """Return a key of shape, dtype, device and every entry of a tensor; of rows on disk, of evenly spaced ones."""
     head = (tuple(tensor.shape), str(tensor.dtype), str(tensor.device))
     tensor = tensor[:: -(-len(tensor) // _ROWS)] if isinstance(tensor, RowSource) else tensor.detach()
     for dim in reversed(range(tensor.dim())):  # what was repeated without copies is read once
@@ -50,14 +50,14 @@ def tensor_key(tensor: Tensor | RowSource) -> tuple[Any, ...]:
 
 
 def tensor_mark(*tensors: Tensor | RowSource) -> str:
-    """A mark of the tensors' shapes, dtypes and values; rows on disk have that of a tensor of them."""
+    """Return a mark of shapes, dtypes and values of tensors; rows on disk have that of a tensor of them."""
     digest = hashlib.sha256()
     add_tensors(digest, *tensors)
     return digest.hexdigest()
 
 
 def text_mark(text: str) -> str:
-    """A mark of a text, of a fixed length."""
+    """Return a mark of a text, of a fixed length."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -78,13 +78,13 @@ def add_bytes(digest: Any, tensor: Tensor) -> None:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """One entry after the other; where only one is left, its stride may be 0."""
+    """Return the entries one after the other; where there is only one, its stride may be 0."""
     flat = tensor.detach().reshape(-1)
     return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
 def row_numbers(*tensors: Tensor) -> Tensor:
-    """``(n,)`` int64, at least 0, of what the rows of tensors ``(n, ...)`` hold together, alike on every device."""
+    """Return numbers ``(n,)``, int64 and at least 0, of what the rows of tensors hold together; alike on all devices."""
     total = torch.zeros(len(tensors[0]), dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
         rows = tensor.detach().to(torch.float64).reshape(len(tensor), tensor.shape[1:].numel())
@@ -95,20 +95,22 @@ def row_numbers(*tensors: Tensor) -> Tensor:
 
 
 def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's finalizer, on int64 as if unsigned."""
+    """Apply SplitMix64's finalizer to int64 as if unsigned."""
     z = (z ^ ((z >> 30) & (2**34 - 1))) * _FIRST
     z = (z ^ ((z >> 27) & (2**37 - 1))) * _SECOND
     return z ^ ((z >> 31) & (2**33 - 1))
 
 
 def structure(module: Any) -> tuple[Any, ...]:
-    """Types and plain settings (such as Matern's nu) of a kernel, or another module, and its parts."""
+    """Return types and plain settings (such as Matern's nu) of a module, such as a kernel, and its parts."""
     return tuple(_plain_part(name, part)[0] for name, part in module.named_modules())
 
 
 def _plain_part(name: str, part: Any) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Type and plain settings of a part, and tensors that are plain attributes of it, as those of fixed noise are; what
-    kernels cache and a model's targets are not among them."""
+    """Return type and plain settings of a part, and tensors that are its plain attributes, as fixed noise is.
+
+    What kernels cache and a model's targets are not among them.
+    """
     plain, tensors = [], []
     for key, value in vars(part).items():
         if key in _OF_ANY:
@@ -127,7 +129,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def module_key(module: Any, parameters: Iterable[Tensor] | None = None) -> tuple[Any, ...]:
-    """A key of all that a module computes from: its structure, parameters and buffers.
+    """Return a key of all that a module computes from: its structure, parameters and buffers.
 
     :param parameters: in place of its own.
     """
@@ -140,12 +142,12 @@ def module_key(module: Any, parameters: Iterable[Tensor] | None = None) -> tuple
 
 
 def structure_mark(module: Any) -> str:
-    """A mark of types and plain settings alone."""
+    """Return a mark of types and plain settings alone."""
     return text_mark(_text(structure(module)))
 
 
 def module_mark(module: Any, parameters: Iterable[Tensor] | None = None) -> str:
-    """A mark of the same; classes and functions are known by their names in it."""
+    """Return a mark of what :func:`module_key` is a key of; classes and functions count by their names."""
     digest = hashlib.sha256(_text(structure(module)).encode())
     add_tensors(digest, *(module.parameters() if parameters is None else parameters), *module.buffers())
     return digest.hexdigest()
@@ -158,7 +160,7 @@ def _text(value: Any) -> str:
 
 
 def data_key(data: Tensor) -> tuple[Any, ...]:
-    """A key of data that are looked at often: of every entry, up to a MiB.
+    """Return a key of data that are looked at often: of every entry, up to a MiB.
 
     Of more, whose hash would take longer than a prediction (87 ms for 40 MB), the very tensor, how often PyTorch
     changed it, and the entries of evenly spaced rows: what is written into other rows past PyTorch's counter (by
@@ -171,7 +173,7 @@ def data_key(data: Tensor) -> tuple[Any, ...]:
 
 
 class Held:
-    """Equal to another one of the very same object, which it keeps alive."""
+    """Reference that equals others to the very same object, and keeps it alive."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -188,7 +190,7 @@ class Held:
 
 @contextmanager
 def parameters_held() -> Iterator[None]:
-    """A block in which nobody changes a kernel's parameters, a solve for one: a matrix compares them once within it.
+    """Promise that nobody changes a kernel's parameters inside the block, as in a solve: a matrix compares them once.
 
     On a device each comparison would wait for its result.  Blocks may be nested; they hold for the thread they are in.
     """
@@ -203,7 +205,7 @@ def parameters_held() -> Iterator[None]:
 
 
 class State:
-    """The versions of the inputs and the values of the parameters, as they were.
+    """Versions of inputs and values of parameters, as they were when this was made.
 
     GPyTorch sets parameters through ``.data``, which leaves their versions as they were.
     """

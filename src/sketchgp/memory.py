@@ -1,4 +1,4 @@
-"""How much memory is free for one more matrix, errors where it does not suffice, and how much was used at the most."""
+"""Free memory, errors where it does not suffice, and the most that was used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "_ALLOC
 
 
 def available_memory(device: torch.device | str = "cpu") -> int:
-    """Memory that is free now on ``device``, in bytes.
+    """Return the memory that is free now on ``device``, in bytes.
 
     On the CPU the smallest of what the machine has free, what the container's limits leave (cgroups of version 2) and
     what the limits of the process leave (``ulimit -v`` and ``-d``).  4 GiB is assumed where the system does not say.
@@ -73,7 +73,7 @@ def cgroup_memory(process: Path = _SELF) -> int | None:
 
 
 def _cgroups(process: Path) -> Iterator[Path]:
-    """Folders of the groups, of cgroups of version 2, that limit a process."""
+    """Yield the folders of the control groups (version 2) that limit a process."""
     paths = [line.removeprefix("0::") for line in _lines(process / "cgroup") if line.startswith("0::")]
     for line in _lines(process / "mountinfo"):
         before, _, after = line.partition(" - ")
@@ -97,7 +97,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """``name number`` on each line that is of this form."""
+    """Return numbers by name, from the lines of the form ``name number``."""
     pairs = (line.split()[:2] for line in _lines(path))
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 
@@ -108,7 +108,7 @@ def _number(path: Path) -> int | None:
 
 
 def require_memory(needed: int, device: torch.device, what: str, advice: str) -> int:
-    """The bytes that are free.
+    """Return the bytes that are free.
 
     :raises InputError: where they are less than ``needed``; it says both, and what to try.
     """
@@ -120,7 +120,7 @@ def require_memory(needed: int, device: torch.device, what: str, advice: str) ->
 
 @contextmanager
 def enough_memory(needed: int, device: torch.device, what: str, advice: str) -> Iterator[None]:
-    """A block that allocates about ``needed`` bytes: refused where they are not free.
+    """Refuse a block that allocates about ``needed`` bytes where they are not free.
 
     Where they seemed to be, and an allocation fails nevertheless (memory in pieces, another process), the allocator's
     error becomes one that says the same.
@@ -142,7 +142,7 @@ def enough_memory(needed: int, device: torch.device, what: str, advice: str) -> 
 
 
 def in_words(size: int) -> str:
-    """``12.3 GiB``, ``4.5 MiB``."""
+    """Return a size such as ``12.3 GiB`` or ``4.5 MiB``."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
 
 
@@ -154,7 +154,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def peak_memory(device: torch.device) -> int:
-    """High-water mark in bytes: allocated memory on CUDA; on the CPU, of the whole process since it started."""
+    """Return the most bytes in use so far: allocated on CUDA; on the CPU, by the process since it started."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:

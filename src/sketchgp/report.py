@@ -278,7 +278,7 @@ def _largest(values: Tensor | None) -> float:
 
 
 def merged(reports: Sequence[SolveReport]) -> SolveReport:
-    """One report of several solves that make one result together, the columns of all after each other.
+    """Return one report of several solves that make one result together, the columns of all after each other.
 
     Work and seconds are sums, details those that all share; it has converged where all have, and ends with the reason,
     tolerance and advice of the first that has not.

@@ -57,22 +57,24 @@ class memory_budget(_Setting):
 
     @classmethod
     def value(cls, device: torch.device | str = "cpu") -> int:
-        """The budget in force, in bytes."""
+        """Return the budget in force, in bytes."""
         budgets, agreement = cls.values.get(), _agreement.get()
         budget = budgets[-1] if budgets else available_memory(device) // _SHARE
         return budget if agreement is None else agreement(budget, not budgets, torch.device(device))
 
 
 def free_memory(device: torch.device | str) -> int:
-    """Bytes that are free, as several processes that work together agree on them: what is decided by them is decided
-    alike."""
+    """Return the bytes that are free, on which several processes that work together agree.
+
+    What is decided by them is then decided alike.
+    """
     free, agreement = available_memory(device), _agreement.get()
     return free if agreement is None else agreement(free, True, torch.device(device))
 
 
 @contextmanager
 def agreeing_on_budgets(agreement: Agreement) -> Iterator[None]:
-    """Memory budgets inside are what several processes agree on.
+    """Let memory budgets inside the block be what several processes agree on.
 
     :param agreement: from the budget of this one, whether it was measured, and the device, to that of all.
     """
@@ -113,7 +115,7 @@ class variance(_Setting):
 
     @classmethod
     def value(cls, otherwise: str) -> str:
-        """The method in force.
+        """Return the method in force.
 
         :param otherwise: that of a model, where there is none.
         """

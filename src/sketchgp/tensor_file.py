@@ -36,7 +36,7 @@ Path_ = str | os.PathLike[str]
 
 @contextmanager
 def replacing(path: Path_, mode: str, overwrite: bool = True) -> Iterator[IO[Any]]:
-    """Opens a temporary file beside ``path``, renamed to ``path`` once the block has ended without an error.
+    """Open a temporary file beside ``path``, renamed to ``path`` once the block has ended without an error.
 
     Several processes may do so at once: each has a temporary file of its own, and the path holds a whole file of one
     of them.  A link is followed: what it points to is replaced.  Into a device or a pipe it is written directly.
@@ -85,7 +85,7 @@ def is_stream(path: Path_) -> bool:
 
 
 def save(path: Path_, described: Mapping[str, Any], tensors: Mapping[str, Tensor], overwrite: bool = True) -> None:
-    """Writes a file of tensors, whole or not at all.
+    """Write a file of tensors, whole or not at all.
 
     :param described: numbers and text, as JSON has them.
     :param tensors: by name; their devices are not kept.
@@ -119,7 +119,7 @@ def load(path: Path_) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _digest(described: Mapping[str, Any], contents: Mapping[str, Tensor]) -> str:
-    """A mark of everything in the file."""
+    """Return a mark of everything in the file."""
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     for name in sorted(contents):
         digest.update(name.encode())
