@@ -84,7 +84,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def row_numbers(*tensors: Tensor) -> Tensor:
-    """Return numbers ``(n,)``, int64 and at least 0, of what the rows of tensors hold together; alike on all devices."""
+    """Return numbers ``(n,)``, int64 and at least 0, of what rows of tensors hold together, alike on all devices."""
     total = torch.zeros(len(tensors[0]), dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
         rows = tensor.detach().to(torch.float64).reshape(len(tensor), tensor.shape[1:].numel())

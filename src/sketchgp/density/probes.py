@@ -269,7 +269,7 @@ class _Quadrature:
 
 
 def _divided(nodes: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
-    """``(f(a_i) - f(a_j)) / (a_i - a_j)``, ``(..., k, k)``; the mean derivative where a_i and a_j are equal."""
+    """Return ``(f(a_i) - f(a_j)) / (a_i - a_j)``, ``(..., k, k)``; the mean derivative where a_i and a_j are equal."""
     apart = nodes.unsqueeze(-1) - nodes.unsqueeze(-2)
     equal = apart.abs() <= _EQUAL * torch.maximum(nodes.unsqueeze(-1), nodes.unsqueeze(-2))
     differences = (values.unsqueeze(-1) - values.unsqueeze(-2)) / torch.where(equal, 1, apart)

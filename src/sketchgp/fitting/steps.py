@@ -115,7 +115,7 @@ class Steps:
 
     @property
     def ahead(self) -> float:
-        """The last step's improvement or that of all to come, by the last three as a geometric series: the larger."""
+        """Improvement of the last step or of all to come, by a geometric series through the last three: the larger."""
         losses = self.history.losses[self.first :]
         if len(losses) < 4:
             return math.inf

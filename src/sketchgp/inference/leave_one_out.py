@@ -114,7 +114,7 @@ class ProbedDiagonal:
 
     @cached_property
     def mean(self) -> Tensor:
-        """``(n,)``, unbiased."""
+        """Mean of the samples ``(n,)``, unbiased."""
         return self.samples.mean(dim=1)
 
     @cached_property

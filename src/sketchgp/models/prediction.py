@@ -107,7 +107,7 @@ class Prediction(Shown):
         )
 
     def _error_of_mean(self) -> str:
-        """The estimate, and the bound where it is below a deviation or was asked for."""
+        """Describe the estimated error, and the bound where it is below a deviation or was asked for."""
         report, words = self.report, []
         if report is not None and report.max_deviations < math.inf:
             words.append(f"about {report.max_deviations:.1g} posterior deviations at the most")

@@ -58,7 +58,7 @@ class Selection:
 
     @property
     def ready(self) -> bool:
-        """True where :meth:`Preconditioner.moving` keeps this F for the same K."""
+        """True where :meth:`Preconditioner.moving` can keep this F for the same K."""
         return self.core_root is not None or self.coefficients is not None or self.pivots is None
 
 

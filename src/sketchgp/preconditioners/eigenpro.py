@@ -44,7 +44,7 @@ def top_eigensystem(
     noise: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> TopEigensystem:
-    """Top ``rank`` eigenpairs of K restricted to ``subsample_size`` uniformly chosen points; O(s^3) operations.
+    """Return the top ``rank`` eigenpairs of K on ``subsample_size`` uniformly chosen points; O(s^3) operations.
 
     :param noise: ``(n,)`` added to the diagonal of K.
     :param scales: ``(n,)`` that multiply the rows and columns of K.

@@ -37,7 +37,7 @@ class SparseSignEmbedding:
         self._kept: tuple[int, Tensor, Tensor] | None = None
 
     def add_product(self, out: Tensor, columns: slice, block: Tensor) -> None:
-        """``out += Phi[:, columns] block``, for out ``(rows, t)`` and block ``(len(columns), t)``."""
+        """Add ``Phi[:, columns] block`` to out ``(rows, t)``, for a block ``(len(columns), t)``."""
         start, scale = columns.start, self.nonzeros**-0.5
         while start < columns.stop:
             chunk, offset = divmod(start, _CHUNK)
@@ -93,19 +93,19 @@ class TriangularFactors:
         return len(self.factors[0])
 
     def inverse(self, vectors: Tensor) -> Tensor:
-        """``R^-1 v`` for the root ``R = A T``, ``(m, t)`` float64."""
+        """Return ``R^-1 v`` for the root ``R = A T``, ``(m, t)`` float64."""
         for factor in self.factors:
             vectors = torch.linalg.solve_triangular(factor, vectors, upper=True)
         return vectors
 
     def inverse_t(self, vectors: Tensor) -> Tensor:
-        """``R^-T v``."""
+        """Return ``R^-T v``."""
         for factor in reversed(self.factors):
             vectors = torch.linalg.solve_triangular(factor.mT, vectors, upper=False)
         return vectors
 
     def multiply_t(self, vectors: Tensor) -> Tensor:
-        """``R^T v``."""
+        """Return ``R^T v``."""
         for factor in self.factors:
             vectors = factor.mT @ vectors
         return vectors
@@ -141,7 +141,7 @@ def krill_preconditioner(
     seed: int = 0,
     targets: Tensor | None = None,
 ) -> TriangularFactors:
-    """``P = (Phi T)^T (Phi T) + level Kzz`` as ``R^T R``, for a sparse sign embedding Phi, in float64.
+    """Return ``P = (Phi T)^T (Phi T) + level Kzz`` as ``R^T R``, for a sparse sign embedding Phi, in float64.
 
     The paper forms P and takes its Cholesky factor.  Here R comes from a QR factorization of ``Phi T`` stacked on
     ``sqrt(level) Kzz^1/2``: P itself has the square of their condition number, and where the noise is small its

@@ -70,7 +70,7 @@ class Columns:
 
 
 def nystrom_factor(sketch: Tensor, core: Tensor, resolution: float) -> Tensor:
-    """F with ``F F^T = Y (W + shift I)^-1 Y^T`` for ``Y = K M`` (..., n, r) and ``W = M^T K M`` (..., r, r).
+    """Return F with ``F F^T = Y (W + shift I)^-1 Y^T`` for ``Y = K M`` (..., n, r) and ``W = M^T K M`` (..., r, r).
 
     M selects columns (pivoted methods) or is a dense test matrix.  ``W`` is singular to working precision when
     columns are nearly dependent; the shift starts at ``resolution * trace(W)`` and grows tenfold until the
@@ -85,7 +85,7 @@ def nystrom_factor(sketch: Tensor, core: Tensor, resolution: float) -> Tensor:
 
 
 def pivoted_factor(matrix: Access, pivots: Tensor) -> FactorOfColumns:
-    """``F = K(:, S) L^-T``, ``L L^T = K(S, S)``, for pivots S; without gradients.
+    """Return ``F = K(:, S) L^-T``, ``L L^T = K(S, S)``, for pivots S; without gradients.
 
     The same as :func:`nystrom_factor`, with one n x r array instead of two, shared out where ranks work together.
     """
@@ -97,7 +97,7 @@ def pivoted_factor(matrix: Access, pivots: Tensor) -> FactorOfColumns:
 
 
 def sketched_factor(matrix: Access, test: Factor) -> FactorOfSketch:
-    """``F = K M L^-T``, ``L L^T = M^T K M``, for a dense test matrix M; without gradients, shared out as M is."""
+    """Return ``F = K M L^-T``, ``L L^T = M^T K M``, for a dense test matrix M, shared out as M is; no gradients."""
     with torch.no_grad():
         sketch = sketched(matrix, test)
         root = shifted_cholesky(space_of(test).total(held_rows(test).mT @ sketch), matrix.resolution)
@@ -107,9 +107,9 @@ def sketched_factor(matrix: Access, test: Factor) -> FactorOfSketch:
 
 
 def shifted_cholesky(core: Tensor, resolution: float, limit: float = 1e-2) -> Tensor:
-    """Lower Cholesky factor of ``core + shift * trace(core) * I``, the shift growing tenfold from ``resolution``.
+    """Return the lower Cholesky factor of ``core + shift * trace(core) * I``; the shift grows from ``resolution``.
 
-    :raises NumericalError: if no shift below ``limit`` makes it positive definite.
+    :raises NumericalError: if no shift below ``limit`` makes it positive definite; it grows tenfold.
     """
     core = (core + core.mT) / 2
     scale = core.detach().diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]

@@ -29,7 +29,7 @@ _DRAWN = 4096  # rows of a test matrix that are drawn at once
 
 @torch.no_grad()
 def uniform_nystrom(matrix: Access, rank: int, *, generator: torch.Generator) -> LowRank:
-    """Nystrom approximation from ``rank`` distinct columns chosen uniformly.
+    """Return the Nystrom approximation from ``rank`` distinct columns chosen uniformly.
 
     Cheapest, and right when all columns matter alike; it misses small clusters.  O(n rank^2) operations.
     """
@@ -38,7 +38,7 @@ def uniform_nystrom(matrix: Access, rank: int, *, generator: torch.Generator) ->
 
 
 def gaussian_test_matrix(n: int, rank: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Orthonormal basis ``(n, rank)`` of the range of a Gaussian matrix, float64, with a positive diagonal of R."""
+    """Return an orthonormal basis ``(n, rank)`` of a Gaussian matrix, float64; the diagonal of R is positive."""
     q, r = torch.linalg.qr(queued(_drawn(n, rank, generator, slice(0, n)), device))
     return q * torch.where(r.diagonal() < 0, -1, 1)
 
@@ -80,7 +80,7 @@ def gaussian_nystrom(
     scales: Tensor | None = None,
     space: Space | None = None,
 ) -> LowRank:
-    """Nystrom approximation from ``rank`` random combinations of all columns.
+    """Return the Nystrom approximation from ``rank`` random combinations of all columns.
 
     The best of the sketches for a given rank, but it reads all n^2 entries: one product with ``rank`` columns.
 

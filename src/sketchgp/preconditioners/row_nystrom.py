@@ -68,13 +68,13 @@ class NystromRoot:
         return torch.addmm(vectors, self.vectors, inner, beta=rest)
 
     def inverse(self, vectors: Tensor) -> Tensor:
-        """``R^-1 v``, ``(m, t)``."""
+        """Return ``R^-1 v``, ``(m, t)``."""
         return self._power(vectors, -0.5)
 
     inverse_t = inverse  # R is symmetric
 
     def multiply_t(self, vectors: Tensor) -> Tensor:
-        """``R^T v``."""
+        """Return ``R^T v``."""
         return self._power(vectors, 0.5)
 
 
@@ -82,7 +82,7 @@ class NystromRoot:
 def row_nystrom(
     tall: TallMatrix, kzz: KernelMatrix, level: float, rank: int, rows: Tensor, stream: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Randomized Nystrom approximation ``U diag(S) U^T`` of ``(n / h) T_H^T T_H + level Kzz``, for h rows H.
+    """Return the randomized Nystrom approximation ``U diag(S) U^T`` of ``(n / h) T_H^T T_H + level Kzz``, for h rows H.
 
     ``h m + m^2 / 2`` kernel evaluations, ``O((h + m + r) m r)`` operations, O(m r) memory; up to three times that
     where the spectrum falls to the roundoff within the rank.
@@ -118,7 +118,7 @@ class _Sampled:
     rows: Tensor
 
     def _parts(self) -> Iterator[Tensor]:
-        """``(n / h)^1/2 T_H``, some rows at a time."""
+        """Yield ``(n / h)^1/2 T_H``, some rows at a time."""
         n, m = self.tall.shape
         for span in spans(len(self.rows), max(16, _COLUMNS // m)):
             yield self.tall.part(self.rows[span]).mul_(math.sqrt(n / len(self.rows)))
@@ -142,7 +142,7 @@ class _Sampled:
 
 
 def _beyond_roundoff(matrix: _Sampled, result: Tensor, rank: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The Rayleigh-Ritz approximation on the span of ``found`` ``(m, q)`` and of a sketch of its complement."""
+    """Return the Rayleigh-Ritz approximation on the span of ``result`` ``(m, q)`` and of a sketch of its complement."""
     m, q = result.shape
     test = gaussian_test_matrix(m, rank, stream, result.device)[:, : rank - q]
     sketch = _without(matrix.matmul(_without(test, result)), result)
@@ -195,7 +195,7 @@ class DampedNystrom(NystromRoot):
     damping: float = 0.0
 
     def apply_inverse(self, vectors: Tensor) -> Tensor:
-        """``(P + damping)^-1 v``, ``(m, t)``."""
+        """Return ``(P + damping)^-1 v``, ``(m, t)``."""
         return self._power(vectors, -1)
 
     def batch_smoothness(self, damping: float, block_size: int) -> float:
@@ -218,7 +218,7 @@ class DampedNystrom(NystromRoot):
         return max(_LEAST * max(float(self.values[:1].sum()), float(self.gram.diagonal().mean())), 1e-300)
 
     def choose_damping(self, block_size: int, target: float) -> float:
-        """The least damping whose :meth:`batch_smoothness` is at most ``target``, by bisection of its logarithm.
+        """Return the least damping whose :meth:`batch_smoothness` is at most ``target``, by bisection of its logarithm.
 
         A direction that P misses moves by ``step / damping`` times its gradient, a captured one by ``step``, and
         ``step`` is inverse to the smoothness.  ``damping * smoothness`` grows with the damping: less of it is better

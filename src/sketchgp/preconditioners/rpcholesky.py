@@ -40,7 +40,7 @@ def rpcholesky(
     enough: Enough | None = None,
     space: Space | None = None,
 ) -> LowRank:
-    """Partial Cholesky factor of one matrix, in float64, with random pivots in the order of their choice.
+    """Return a partial Cholesky factor of one matrix, in float64, with random pivots in the order of their choice.
 
     ``"accelerated"`` proposes a block of pivots and thins it by rejection: the law of choosing pivots one at a time
     (that of the papers' theorems) at block speed.  ``"block"`` keeps the whole block; it wastes columns where points
@@ -162,7 +162,7 @@ def _distinct(schur: Tensor, drawn: Tensor, resolution: float) -> tuple[Tensor, 
 
 
 def _reject(schur: Tensor, bounds: Tensor, most: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Rejection-sampled Cholesky of the proposals' residual block.
+    """Eliminate the proposals' residual block by rejection-sampled Cholesky.
 
     Proposal j is kept with probability (its diagonal after eliminating the kept ones before it) / (its diagonal
     when it was drawn); its weight is in both and cancels.  Returns the kept positions and the Cholesky factor of

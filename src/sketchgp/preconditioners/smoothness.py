@@ -23,7 +23,7 @@ def smoothness(
     device: torch.device,
     iterations: int = 10,
 ) -> Tensor:
-    """Estimate of the largest eigenvalue of ``P^-1/2 H P^-1/2``, from below, by power iteration on ``P^-1 H``.
+    """Estimate the largest eigenvalue of ``P^-1/2 H P^-1/2``, from below, by power iteration on ``P^-1 H``.
 
     :param product: ``v -> H v`` for ``(n, 1)`` float64, H symmetric positive definite.
     :param inverse: ``v -> P^-1 v``, P symmetric positive definite.

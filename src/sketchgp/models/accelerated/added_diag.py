@@ -59,7 +59,7 @@ def left_to_us(flag: Any) -> bool:
 
 
 class _Solve(torch.autograd.Function):
-    """``(K + noise)^-1 rhs``; the gradient takes one more solve, and one bilinear derivative by tiles."""
+    """Solution ``(K + noise)^-1 rhs``, whose gradient takes one more solve and one bilinear derivative by tiles."""
 
     @staticmethod
     def forward(ctx: Any, tree: Any, purpose: Purpose, points: Points | None, rhs: Tensor, *args: Tensor) -> Tensor:
