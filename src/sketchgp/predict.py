@@ -10,7 +10,7 @@ from .accelerate import acceleration_of
 from .cards import shows_progress
 from .checks import count, flag, word
 from .errors import InputError
-from .models.accelerated.mixins import is_accelerated
+from .models.accelerated.mixins import AcceleratedModel, is_accelerated
 from .models.prediction import Prediction
 from .settings import VARIANCES, Variance
 
@@ -54,8 +54,8 @@ def predict(
 
     A solve that does not reach its tolerance warns, and one behind a mean does so at every prediction that uses it.
     """
-    if not hasattr(model, "_predicted"):
-        acceleration_of(model, "predict")  # raises the error
+    if not hasattr(model, "_predicted") or isinstance(model, AcceleratedModel):
+        acceleration_of(model, "predict")  # raises the error for a model that is not accelerated
     word("predict", "variance", variance, VARIANCES, optional=True)
     batch_size = count("predict", "batch_size", batch_size, optional=True)
     flag("predict", "progress", progress, optional=True)

@@ -28,7 +28,6 @@ from ...errors import ConvergenceWarning, InputError, warn
 from ...operators.lazies import adopt_kernels, evaluated_in, parts_of
 from ...solvers import Cholesky
 from ..lazy_covariance import LazyCovariance, NoisyCovariance
-from ..prediction import Prediction
 from .acceleration import ATTRIBUTE, Acceleration, choices_of, marked_choices
 from .added_diag import AcceleratedAddedDiagLinearOperator, as_kernel_matrix, left_to_us, summands
 from .posterior import call, note_strategy
@@ -157,11 +156,7 @@ class AcceleratedModel(_Accelerated):
         setattr(prior.lazy_covariance_matrix, ATTRIBUTE, acceleration)
         return prior
 
-    def _predicted(
-        self, x: Any, variance: str | None, batch_size: int | None, show: bool, trend: bool = False
-    ) -> Prediction:
-        acceleration_of(self, "predict")
-        return predicted(self, x, variance, batch_size, show, trend)
+    _predicted = predicted  # as ``predict`` asks every model for what it predicts
 
 
 class AcceleratedLikelihood(_Accelerated):

@@ -21,7 +21,9 @@ from .targets import check_training_data
 from .trend import added_variance
 
 
-def predicted(model: Any, x: Any, variance: str | None, batch_size: int | None, show: bool, trend: bool) -> Prediction:
+def predicted(
+    model: Any, x: Any, variance: str | None, batch_size: int | None, show: bool, trend: bool = False
+) -> Prediction:
     """Return the :class:`Prediction` of an accelerated model at x; see :func:`sketchgp.predict`."""
     check_training_data("predict", model)
     transforms, train = Transforms.of("predict", model), model.train_inputs
