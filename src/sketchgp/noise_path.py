@@ -14,8 +14,7 @@ from . import checks
 from .accelerate import acceleration_of
 from .cards import shows_progress
 from .errors import InputError
-from .inference.noise_path import AtNoise, exact_path
-from .inference.noise_path import NoisePath as _Path
+from .inference.noise_path import AtNoise, SolvedPath, exact_path
 from .memory import require_memory
 from .models.accelerated.conditioned import TrainingData
 from .report import SolveReport
@@ -128,7 +127,7 @@ def noise_path(
         acceleration, least = data.training.acceleration, torch.full_like(data.residual, min(grid))
         built = acceleration.build(system.operator, least, differentiable=False)
         solver = acceleration.column_gradients(evaluation=True)
-        path = _Path(data, least, acceleration.preconditioner, built, solver, num_probes, seed)
+        path = SolvedPath(data, least, acceleration.preconditioner, built, solver, num_probes, seed)
         results: dict[float, AtNoise] = {}
         falling, hidden = sorted(set(grid), reverse=True), not shows_progress(show)
         for value in tqdm(falling, desc="noise path", disable=hidden, leave=False):

@@ -81,7 +81,7 @@ def _likelihood(quadratic: Tensor | float, log_determinant: Tensor | float, scal
     return -0.5 * (float(quadratic + log_determinant) / len(scale) + math.log(2 * math.pi)) - float(scale.log().mean())
 
 
-class NoisePath:
+class SolvedPath:
     """Solves along a grid of noises, with one factor of a preconditioner for all of them.
 
     :param data: K as ``training.system.operator`` ``(n, n)``, b as ``residual``, and ``scale`` as in
