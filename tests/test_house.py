@@ -12,11 +12,11 @@ from pathlib import Path
 from test_floors import SOURCE, imports
 
 LIMITS = {
-    "lines of code": 23_355,
+    "lines of code": 23_262,
     "files": 198,
     "subclasses of LinearOperator": 6,
     "context variables": 8,
-    "private names of others": 45,
+    "private names of others": 34,
     "files outside distributed/ that import it": 15,
     "functions of more than 60 lines": 4,
     "docstrings that do not begin with a verb or a noun": 20,
