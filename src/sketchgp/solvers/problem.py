@@ -52,11 +52,8 @@ class Solution(Shown):
                 f"Solution(value, report, problem); this one's is {whose}. Of a model use sketchgp.predict(model, x)."
             )
         x = points_like("Solution.predict", "x", x, points)
-        with torch.no_grad():
-            weights = self.value.to(torch.float64).reshape(len(points), -1)
-            prediction = (
-                KernelMatrix.of(self.problem.kernel, x, points, engine="tiled").detach().double()._matmul(weights)
-            )
+        matrix = KernelMatrix.of(self.problem.kernel, x, points, engine="tiled").detach().double()
+        prediction = matrix.product(self.value.detach().to(torch.float64).reshape(len(points), -1))
         return prediction.to(points.dtype).reshape(len(x), *self.value.shape[1:])
 
     def _card(self) -> Card:

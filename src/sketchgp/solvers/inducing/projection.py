@@ -108,7 +108,7 @@ class InexactProjection(Projection):
             z = self.preconditioner.apply_inverse(r)
             following = (r * z).sum(dim=0)
             turn(direction, z, following, energy, usable)
-            product = self.matrix._matmul(direction.to(self.matrix.dtype)).to(torch.float64)
+            product = self.matrix.product(direction.to(self.matrix.dtype)).to(torch.float64)
             product.add_(direction, alpha=self.shift)
             curvature, energy = (direction * product).sum(dim=0), following
             _, usable, finite = descend(value, r, direction, product, curvature, energy, active)

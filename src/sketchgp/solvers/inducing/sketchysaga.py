@@ -223,7 +223,7 @@ class Saga(Refined):
     def _noise_term(self, v: Tensor) -> Tensor:
         """``level Kzz v``, entries and vectors in x's dtype."""
         self.evaluated.products += 1
-        return self.kzz._matmul(v.to(self.kzz.dtype)).to(torch.float64) * self.level
+        return self.kzz.product(v.to(self.kzz.dtype)).to(torch.float64) * self.level
 
     # --- what the loop counts -------------------------------------------------------------------------------
 
@@ -371,7 +371,7 @@ class Saga(Refined):
             psi[span] = tile @ self.w - self.y[span]
             total.addmm_(tile.mT, psi[span])
         psi, total = self.exact.space.whole(psi[self.exact.space.span]), self.exact.space.total(total)
-        noise_term = self.kzz.double()._matmul(self.w) * self.level
+        noise_term = self.kzz.double().product(self.w) * self.level
         self.evaluated.products, self.sweeps = self.evaluated.products + 1, self.sweeps + 1
         self._start_anew(psi, total, noise_term)
 
