@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .cards import Card, choice, several, shape, tensor_kind
 from .checks import count, inputs, instance, points_like, same_points, tensor, word
-from .errors import ConvergenceWarning, InputError, NumericalError, warn
+from .errors import ConvergenceWarning, InputError, warn
 from .fingerprint import Held, data_key, module_key, tensor_key
 from .inference.collapsed import Collapsed
 from .inference.pathwise import OF_PREDICTOR, Deviations, expansion
@@ -39,7 +39,7 @@ from .operators.expression import recognise
 from .operators.generic_tiles import parameters_as
 from .operators.lazies import KERNELS, parameters_of
 from .operators.tiles import spans
-from .report import no_answer, own_solves
+from .report import own_solves, require_answer
 from .row_sources import RowSource, whole_or_source, whole_targets
 from .settings import free_memory, memory_budget
 from .solvers import INDUCING_POINT_SOLVERS, InducingPointProblem, Solution, Solver
@@ -216,8 +216,7 @@ class InducingPointGP(gpytorch.models.ExactGP):
         shape = torch.Size((problem.m, *problem.target_shape))
         solver = automatic_inducing_solver(problem) if isinstance(self.solver, str) else self.solver
         solution = solve_checked(solver, problem, shape, torch.float64, problem.device)
-        if solution.report.failed and not getattr(solver, "limited", False):
-            raise NumericalError(no_answer(solution.report), see="failed-mean")
+        require_answer(solution.report, solver)
         return solution
 
     @property

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .cards import Card, Shown, report_card, seconds
-from .errors import ConvergenceWarning, marked, warn
+from .errors import ConvergenceWarning, NumericalError, marked, warn
 
 _recorders: list[list[SolveReport]] = []
 _counted: ContextVar[bool] = ContextVar("sketchgp_shortfall_counted", default=False)
@@ -376,12 +376,17 @@ def conclude(report: SolveReport) -> None:
     warn_of(report)
 
 
-def no_answer(report: SolveReport) -> str:
-    """Return the text of the error to raise in place of a mean by a solve that :attr:`SolveReport.failed`."""
-    return (
-        f"The mean could not be computed. {report.advice(named=False)} To take it as it is, limit the work by the "
-        "solver's own max_iterations, max_passes, max_epochs or max_seconds."
-    )
+def require_answer(report: SolveReport, solver: Any) -> None:
+    """Refuse a mean by a solve that :attr:`SolveReport.failed`, unless the user limited the solver's work.
+
+    :raises NumericalError: for such a mean.
+    """
+    if report.failed and not getattr(solver, "limited", False):
+        raise NumericalError(
+            f"The mean could not be computed. {report.advice(named=False)} To take it as it is, limit the work by the "
+            "solver's own max_iterations, max_passes, max_epochs or max_seconds.",
+            see="failed-mean",
+        )
 
 
 def warn_of(report: SolveReport) -> None:

@@ -11,9 +11,9 @@ from sklearn.utils.validation import _check_sample_weight, validate_data
 from torch import Tensor
 
 from .. import checks
-from ..errors import InputError, NumericalError
+from ..errors import InputError
 from ..preconditioners import RPCholesky
-from ..report import no_answer
+from ..report import require_answer
 from ..solvers import FULL_SOLVERS, INDUCING_POINT_SOLVERS, Cholesky, FullProblem, InducingPointProblem
 from ..solvers.automatic import automatic_inducing_solver, automatic_solver
 from ..solvers.solver import check_solver
@@ -57,8 +57,7 @@ class Ridge(Estimator):
             if auto:
                 solver = Cholesky() if len(x) <= DIRECT else automatic_solver(len(x), x.device, RPCholesky())[0]
             solution = solver.solve(problem)
-            if solution.report.failed and not getattr(solver, "limited", False):
-                raise NumericalError(no_answer(solution.report), see="failed-mean")
+            require_answer(solution.report, solver)
         else:
             points = inducing_points(kernel, x, chosen.points, seed_of(self.random_state))
             few = InducingPointProblem(kernel, x, targets, noise, points)

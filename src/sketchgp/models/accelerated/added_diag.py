@@ -29,13 +29,12 @@ from torch import Tensor
 
 from ...density import Probes
 from ...density.base import bilinear_derivative
-from ...errors import NumericalError
 from ...operators import KernelMatrix
 from ...operators.access import float64
 from ...operators.first_order import in_callers_context
 from ...operators.lazies import parts_of
 from ...operators.tiles import logger
-from ...report import SolveReport, no_answer, shortfall_counted, warn_of
+from ...report import SolveReport, require_answer, shortfall_counted, warn_of
 from ...settings import memory_budget
 from ...solvers import ConjugateGradients, System
 from ...solvers.full.prediction_tolerance import FollowedPoints
@@ -224,8 +223,8 @@ class AcceleratedAddedDiagLinearOperator(NoisyCovariance):
             value, report = acceleration.solve(solver, system, rhs, before, followed=followed)
             asked = acceleration.preconditioner if report.rank else None
             self.tell(report, why, "" if asked is None else asked.note(self.shape[-1]))
-        if purpose != "columns" and report.failed and not getattr(solver, "limited", False):
-            raise NumericalError(no_answer(report), see="failed-mean")
+        if purpose != "columns":
+            require_answer(report, solver)
         warn_of(report)
         return value
 
