@@ -161,19 +161,20 @@ class DoublyStochastic(Budgeted):
             total = _OF_STREAM if rows is None else 2 ** math.ceil(math.log2(max(1, _OF_ROWS * math.sqrt(rows))))
             fits = free_memory(origin.device) // (8 * 4 * 8 * max(1, columns))
             total = max(_LEAST, min(total, _MOST, fits // 2 * 2))
-        block = self.block_size or self._block(origin.device)
+        block = self._block(origin.device)
         pairs = max(1, (block if total is None else min(block, total)) // 2)
         features = RandomFeatures(problem.kernel, origin, self.seed)
         return Learner(features, LOSSES[problem.loss], self, pairs, total and total // 2, columns)
 
     def _block(self, device: torch.device) -> int:
-        if not self.preconditioned:
-            return _PLAIN_STEP
+        """Return the most features of a step."""
+        if self.block_size or not self.preconditioned:
+            return self.block_size or _PLAIN_STEP
         return _CUDA_STEP if device.type == "cuda" else _STEP
 
     def _batch(self, origin: Tensor) -> int:
         """Rows of a batch: as many as a step can use, fewer where points have so many inputs that those do not fit."""
-        block = self.block_size or self._block(origin.device)
+        block = self._block(origin.device)
         free = free_memory(origin.device)
         return max(_FEWEST, min(_ROWS * block, free // (4 * 8 * (origin.shape[-1] + block))))  # four arrays of each
 
