@@ -243,18 +243,16 @@ class Gradients(Cycles):
         self.bound.begin()
         self.cycling = bool(self.active.any())  # else what is open is at its target: rounding is all that is left
 
-    def close_cycle(self) -> None:
-        """End the cycle with its true residual; withdraw estimates that are of another iterate."""
-        self.value, self.cycling, self.verified = self.iterate(), False, False
+    def verify(self) -> None:
+        """Find the true residual of the value; withdraw estimates that are of another iterate."""
         by_recurrence, aimed = self.current, self._aimed
-        self._verify()
+        self._measure()
         reached = torch.minimum(by_recurrence, self.residual) <= aimed
         if self.predictions is not None and bool((reached & ~self._done(self.residual)).any()):
             self.predictions.margin *= 0.3
         if self.goal is not None:
             lost = self.residual > _LOST * by_recurrence
             self.remaining = torch.minimum(self.remaining.masked_fill(lost, torch.inf), self._at_most())
-        self.verified = True
 
     def _begin_anew(self) -> None:
         """Leave a cycle whose products were with another matrix.
@@ -403,7 +401,7 @@ class Gradients(Cycles):
 
     # --- true residuals and bounds --------------------------------------------------------------------------
 
-    def _verify(self) -> None:
+    def _measure(self) -> None:
         """Compute the residual of the iterate, and of the value rounded as it will be returned, in float64.
 
         One product serves both; blocks too wide for that go on from the rounded value instead.
@@ -480,7 +478,7 @@ class Gradients(Cycles):
         for _ in range(_REFINEMENTS):
             before = self.best_residual
             self.value = self.value + cholesky_solve(self.r, root)
-            self._verify()
+            self._measure()
             if not bool((self.best_residual <= 0.5 * before).any()):
                 break
         if isinstance(self.predictions, PosteriorTolerance):

@@ -150,8 +150,8 @@ class SplitGradients(Cycles):
         right = self.deviations <= self.right
         return right if self.predictions else right & (residual <= self.tol)
 
-    def _verify(self) -> Tensor:
-        """Return the true residual of the present value, which is kept column by column where it is the best.
+    def verify(self) -> None:
+        """Find the true residual of the present value, which is kept column by column where it is the best.
 
         The best has the least residual, or is the one that ends the solve; with ``predictions`` it has the least
         norm of the error, which falls where the residual need not.  Where rounding has then made the true residual
@@ -160,8 +160,7 @@ class SplitGradients(Cycles):
         it is less than a deviation.
         """
         self.r = self._residual()
-        current = self.r.norm(dim=0) / self.norm
-        self.finite(current)
+        self.true = current = self.finite(self.r.norm(dim=0) / self.norm)
         energy, gained = self.root.inverse_t(self.r).square().sum(dim=0), (self.value * (self.b + self.r)).sum(dim=0)
         seen = torch.maximum(self._seen(energy), self._beyond(self.r))
         if not self.predictions:
@@ -176,7 +175,6 @@ class SplitGradients(Cycles):
         self.gained = torch.where(better, gained, self.gained)
         self.best = torch.where(better, self.value, self.best)
         self.residual = torch.where(better, current, self.residual)
-        return current
 
     def _seen(self, energy: Tensor) -> Tensor:
         """Return about the error in deviations, where the preconditioner is good, by ``|R^-T r|^2``."""
@@ -206,11 +204,6 @@ class SplitGradients(Cycles):
         self.recurrence = self.s.square().sum(dim=0)
         self.active = ~self._met(self.start) & (self.start > 0)
         self.coefficients = []
-
-    def close_cycle(self) -> None:
-        self.value, self.cycling, self.verified = self.iterate(), False, False
-        self.true = self._verify()
-        self.verified = True
 
     def step(self) -> bool:
         matrix, level, energy, active = self.matrix, self.matrix.level, self.recurrence, self.active

@@ -66,9 +66,12 @@ class Refined(Method):
 class Cycles(Refined):
     """Cycles of a recurrence on ``A d = r``, each from the true residual.
 
+    :ivar value: the iterate at the end of the last cycle, rows that ``space`` holds.
     :ivar cycling: whether a cycle is open; ``verified``: whether the true residual is that of the value.
     :ivar current: relative residual by the recurrence, ``(..., t)``; ``current_on_cpu`` the same where it was fetched.
     """
+
+    value: Tensor
 
     def __init__(self, b: Tensor, space: Space) -> None:
         super().__init__(b, space)
@@ -110,4 +113,10 @@ class Cycles(Refined):
 
     def close_cycle(self) -> None:
         """End the cycle: add d to the value, and find its true residual."""
+        self.value, self.cycling, self.verified = self.iterate(), False, False
+        self.verify()
+        self.verified = True
+
+    def verify(self) -> None:
+        """Find the true residual of the value."""
         raise NotImplementedError
