@@ -37,7 +37,7 @@ class Fused(Engine):
 
     Distances are sums of squared differences, so that far rows lose nothing.  Where x1 is x2, each pair is evaluated
     once and used twice.  Sums are in the dtype of the inputs for some hundred pairs, and in float64 beyond.  Up to
-    eight right-hand sides take one pass.  The functions are compiled by numba, 0.5 to 3 s for each kind: kernel, number
+    eight right-hand sides take one pass.  The functions are compiled by numba, 0.2 to 2 s for each kind: kernel, number
     of features, class of right-hand sides, dtype.
     """
 
