@@ -41,7 +41,6 @@ OLD = {
     "lattice",
     "leave_one_out",
     "maps",
-    "optimum",
     "paper_figures",
     "properties",
     "scaling",
