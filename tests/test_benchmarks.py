@@ -29,7 +29,6 @@ OLD = {
     "augmentation",
     "automatic",
     "centers",
-    "certificates",
     "command_line",
     "doubly_stochastic",
     "eigenpro",
