@@ -14,7 +14,7 @@ from .operators import KernelMatrix
 from .operators.access import Access
 from .operators.marks import operator_marks
 from .preconditioners.rpcholesky import rpcholesky
-from .random_streams import generator, salted
+from .random_streams import generator, rows_beside, salted
 from .solvers.inducing.problem import InducingPoints
 from .solvers.loop import compare_ranks
 from .solvers.problem import check_fits, check_kernel
@@ -148,9 +148,6 @@ def _rpcholesky(kernel: Any, x: Tensor, m: int, stream: torch.Generator) -> Indu
     missing = m - len(pivots)
     if not missing:
         return _rows(x, pivots, None, "rpcholesky")
-    left = torch.ones(n, dtype=torch.bool, device=x.device)
-    left[pivots] = False
-    others = left.nonzero().squeeze(1)
-    more = others[torch.randperm(len(others), generator=stream)[:missing].to(x.device)]
+    more = rows_beside(pivots, n, missing, stream)
     note = f"K has rank {len(pivots)} to working precision; {missing} more rows drawn uniformly"
     return _rows(x, torch.cat([pivots, more]), None, "rpcholesky", note)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
+from torch import Tensor
 
 
 def salted(seed: int, purpose: str) -> int:
@@ -26,3 +27,9 @@ def generator(seed: int, purpose: str) -> torch.Generator:
     :param purpose: what is drawn, in words; one for each place that draws.
     """
     return torch.Generator().manual_seed(salted(seed, purpose))
+
+
+def rows_beside(rows: Tensor, n: int, count: int, stream: torch.Generator) -> Tensor:
+    """Draw ``(count,)`` of n rows, none twice and none of the given ones; all others where fewer are left."""
+    left = torch.ones(n, dtype=torch.bool, device=rows.device).index_fill_(0, rows, False).nonzero().squeeze(1)
+    return left[torch.randperm(len(left), generator=stream)[:count].to(rows.device)]

@@ -21,7 +21,7 @@ from ..operators.access import Access
 from ..operators.tall import constant
 from ..preconditioners import rpcholesky
 from ..preconditioners.full_scale import features_of
-from ..random_streams import generator
+from ..random_streams import generator, rows_beside
 from .predictive_variance import LowRankVariance
 
 _RANK = 100
@@ -66,9 +66,7 @@ class Calibrated:
             if n <= near:  # variances are exact
                 self.typical = self.low_rank(x).quantile(_FEW)
                 return
-            others = torch.ones(n, dtype=torch.bool, device=x.device).index_fill_(0, pivots, False).nonzero().squeeze(1)
-            some = torch.randperm(len(others), generator=generator(0, "points that variances are calibrated at"))
-            points = others[some[:_POINTS].to(x.device)]
+            points = rows_beside(pivots, n, _POINTS, generator(0, "points that variances are calibrated at"))
             exact = leave_out(points)
             self.typical = exact.quantile(_FEW)
             ratio = (exact + self.floor) / (self.low_rank.left_out(points) + self.floor)

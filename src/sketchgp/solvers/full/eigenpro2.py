@@ -20,7 +20,7 @@ from torch import Tensor
 from ...checks import count, settle
 from ...errors import InputError, NumericalError
 from ...preconditioners import TopEigensystem, top_eigensystem
-from ...random_streams import generator
+from ...random_streams import generator, rows_beside
 from ..choices import cut
 from ..system import System
 from .block_solver import BlockSolver
@@ -101,10 +101,7 @@ class _EigenPro2(BlockMethod):
         system.entries += size**2
         top = top_eigensystem(system.access, size, size, generator=stream, noise=system.diagonal[:, 0])
         require_directions(top)
-        others = torch.ones(n, dtype=torch.bool, device=system.device)
-        others[top.indices] = False
-        fresh = others.nonzero().squeeze(1)
-        fresh = fresh[torch.randperm(len(fresh), generator=stream)[:size].to(system.device)]
+        fresh = rows_beside(top.indices, n, size, stream)
         inside = top.vectors.mT * top.values.unsqueeze(1)  # E^T K'(Xs, Xs)
         products = torch.cat([inside, top.vectors.mT @ system.block(top.indices, fresh)], dim=1)
         points = torch.cat([top.indices, fresh])
