@@ -238,13 +238,14 @@ class Expression:
             weights.append(weight.expand(*weight.shape[:-1], z.shape[-1]))
         if len(parts) == 1:
             return parts[0], weights[0]
-        batch = torch.broadcast_shapes(*(p.shape[:-2] for p in parts))
-        left = torch.cat([p.expand(*batch, *p.shape[-2:]) for p in parts], dim=-1)
         known = [w for w in weights if w is not None]
-        if len(known) < len(weights):
-            return left, None
-        batch = torch.broadcast_shapes(*(w.shape[:-2] for w in known))
-        return left, torch.cat([w.expand(*batch, *w.shape[-2:]) for w in known], dim=-1)
+        return _beside(parts), _beside(known) if len(known) == len(weights) else None
+
+
+def _beside(parts: list[Tensor]) -> Tensor:
+    """Return matrices ``(..., n, p)``, whose batches are broadcast, side by side."""
+    batch = torch.broadcast_shapes(*(part.shape[:-2] for part in parts))
+    return torch.cat([part.expand(*batch, *part.shape[-2:]) for part in parts], dim=-1)
 
 
 def _scale(kernel: Kernel) -> Tensor:
