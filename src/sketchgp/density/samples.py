@@ -44,8 +44,7 @@ class Samples(LogDensity):
     regresses = False
 
     def __init__(self, solver: Any, seed: int, count: int) -> None:
-        if isinstance(solver, Budgeted):
-            solver = dataclasses.replace(solver, checkpoint=None, max_seconds=None)
+        solver = solver.without_budget() if isinstance(solver, Budgeted) else solver
         self.solver, self.seed, self.count = solver, seed, count
         # of the last evaluation: the system, the solutions (n, t + count), the mean of u^T A u, and the determinant
         self._last: tuple[System, Tensor, Tensor, Tensor] | None = None

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from .loop import Checkpoint, HeldOut, Method, Progress, Run
 from .problem import FullProblem, check_problem
 
 _LIMITS = ("max_iterations", "max_passes", "max_epochs", "max_seconds")
+Choices = TypeVar("Choices", bound="Budgeted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,10 @@ class Budgeted:
     def limited(self) -> bool:
         """Return whether the user limited the work, and so asked for the best that the limit allows."""
         return any(getattr(self, f.name) != f.default for f in dataclasses.fields(self) if f.name in _LIMITS)
+
+    def without_budget(self: Choices) -> Choices:
+        """Return these choices without the limit of time and the checkpoint, which are of one solve alone."""
+        return dataclasses.replace(self, max_seconds=None, checkpoint=None)
 
     def _execute(
         self,

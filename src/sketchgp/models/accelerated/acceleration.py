@@ -94,7 +94,7 @@ class Acceleration:
         if purpose == "columns" or isinstance(self.solver, Cholesky):
             return self.column_solver(evaluation), ""
         tol = self.solver.tol if isinstance(self.solver, ConjugateGradients) else None  # as accurate as the mean
-        return dataclasses.replace(self._gradients_of_mean(tol), max_seconds=None, checkpoint=None), ""
+        return self._gradients_of_mean(tol).without_budget(), ""
 
     def conjugate_gradients(self, evaluation: bool = False) -> ConjugateGradients:
         """Return conjugate gradients to a relative residual; choices left open follow GPyTorch's settings in force.
@@ -113,7 +113,7 @@ class Acceleration:
 
     def column_gradients(self, evaluation: bool = False) -> ConjugateGradients:
         """Return conjugate gradients without the limit of time and the checkpoint, which are the mean's alone."""
-        return dataclasses.replace(self.conjugate_gradients(evaluation), max_seconds=None, checkpoint=None)
+        return self.conjugate_gradients(evaluation).without_budget()
 
     def mean_solver(self, system: System) -> tuple[Solver[FullProblem], str]:
         """Return the solver of the posterior mean and, where it was chosen automatically, the reason."""

@@ -128,8 +128,7 @@ class Training:
         """
         solver, _ = self.acceleration.mean_solver(self.system)
         if not isinstance(solver, ConjugateGradients):
-            if isinstance(solver, Budgeted):
-                solver = dataclasses.replace(solver, max_seconds=None, checkpoint=None)
+            solver = solver.without_budget() if isinstance(solver, Budgeted) else solver
             weights, report = solve_system(solver, self.system, b)
             return explained.Explained(weights, self.system.accurate_product(weights)), report
         assert isinstance(self.solver, ConjugateGradients)

@@ -5,7 +5,6 @@ References: those of :mod:`sketchgp.solvers.recurrence` and of :mod:`.gradients`
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -209,8 +208,7 @@ class ConjugateGradients(FullSolver):
         system.store_remainder()
         method = self._method(system, rhs, preconditioner, below=below, lanczos_columns=columns, keep_vectors=True)
         method.watched, method.out_dtype = judged, torch.float64  # judged before it is rounded
-        unlimited = dataclasses.replace(self, max_seconds=None, checkpoint=None)
-        value, report = unlimited._run(method, rhs, name, began=clock() - setup_seconds)
+        value, report = self.without_budget()._run(method, rhs, name, began=clock() - setup_seconds)
         if method.lost:
             raise LostToRoundingError("An eigenvalue of a matrix that has none so small.")
         forms = method.space.dot(method.value, method.b + method.r)
