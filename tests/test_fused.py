@@ -250,6 +250,9 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch, caplog):
     with sketchgp.settings.memory_budget(1):
         assert choose(large(RBFKernel(), 8).pairs, 4) is FUSED
         assert choose(large(RBFKernel(), 8).pairs, 5) is TILED
+        wide = [KernelMatrix.of(RBFKernel(), torch.rand(n, 16)) for n in (12_000, 47_000)]
+        assert [choose(matrix.pairs, 2) for matrix in wide] == [TILED, FUSED]
+        assert choose(wide[1].pairs, 3) is choose(KernelMatrix.of(RBFKernel(), torch.rand(47_000, 21)).pairs) is TILED
     named = large(RBFKernel(), 8).by("fused")  # by the library, which may replace it
     assert choose(named.pairs, 4) is FUSED
     assert choose(large(RBFKernel(), 8, engine="tiled").pairs, 4) is TILED

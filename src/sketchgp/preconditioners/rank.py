@@ -127,7 +127,7 @@ class Costs:
 def _share(part: Any) -> float:
     """Return the time of a product over that by tiles of all pairs of points; several ranks share out all of them."""
     engine = choose(part.pairs) if isinstance(part, KernelMatrix) else None
-    share = FUSED.share if engine is FUSED else 1.0
+    share = FUSED.share(part.pairs) if engine is FUSED else 1.0
     near = nearby(part.pairs) if engine in (FUSED, TILED) and part.pairs.ranks() is None else None
     return share if near is None else share * near.share
 

@@ -371,7 +371,7 @@ class NearAndFar(Engine):
         """Return whether products with so many columns take less time than in the other ways, and are as accurate."""
         uses = _USES if pairs.same else 1
         entries = math.prod(pairs.shape) * (_ENTRY if pairs.same else 2 * _ENTRY) * (1 + columns / _COLUMNS)
-        entries *= _FUSED.share if _FUSED.serves(pairs, columns) else 1.0
+        entries *= _FUSED.share(pairs) if _FUSED.serves(pairs, columns) else 1.0
         if pairs.compute_dtype != torch.float32 or entries * uses < _REST or self.unsuited(pairs):
             return False
         if not self.takes(pairs):

@@ -16,7 +16,7 @@ from ...nearby import nearby
 from ...pairs import Pairs
 from ...profiles import GAUSS, LAPLACE, MATERN, Profile
 from ...tiles import Piece, spans
-from ..base import Engine, Gradients, installed
+from ..base import Engine, installed
 from ..tiled import Tiled, cut
 from .source import Layout, Plan, compiled, unit
 
@@ -24,12 +24,13 @@ _TILED = Tiled()
 _SHAPE = (512, 2048)  # rows and columns that a call of a compiled function takes
 _WIDEST = 8  # right-hand sides in one pass
 _MOST = 32  # features, beyond which tiles are several times as fast
-_PAYS = 12  # features and right-hand sides together, up to which it is at least 1.5 times as fast as tiles
+_PAYS = 12  # features and right-hand sides together, up to which it is at least 1.4 times as fast as tiles
+_GAINS = (20, 2)  # features and right-hand sides up to which it is faster at all
 _CHEAP = (3, 4)  # features and right-hand sides up to which it is faster than reading a stored matrix
 _LEAST = 512  # columns, so that a pass is not mostly beyond the last one
 _SMALL = 2**22  # pairs below which a product takes a few milliseconds, whatever the engine
 _LARGE = 2**27  # pairs from which on some tens of products pay for the compilation
-_ONCE = 16  # times as many for one or two products: checks, for which the library names tiles
+_ONCE = 16  # times as many for one or two products (checks, for which the library names tiles), and where it gains less
 
 
 class Fused(Engine):
@@ -43,7 +44,6 @@ class Fused(Engine):
 
     name = "fused"
     package = "numba is not installed (python -m pip install numba)"
-    share = 0.33  # of the time of tiles, where it is faster: 0.2 to 0.45 with two to eight features
 
     def absent(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if not installed("numba"):
@@ -64,10 +64,9 @@ class Fused(Engine):
         while whole.whole is not None:  # its parts are multiplied one after the other
             whole = whole.whole[0]
         size = whole.shape.numel() if pairs.engine != _TILED.name else whole.shape.numel() // _ONCE
-        if pairs.shape[-1] < _LEAST or pairs.shape.numel() < _SMALL:
-            return False
+        small = pairs.shape[-1] < _LEAST or pairs.shape.numel() < _SMALL
         pays = self.pays(pairs.expression, size, pairs.x1.shape[-1], pairs.dtype, columns, stored)
-        return pays and self.takes(pairs)
+        return pays and not small and self.takes(pairs)
 
     def pays(
         self, expression: Expression | None, size: int, d: int, dtype: torch.dtype, columns: int, stored: bool
@@ -81,11 +80,17 @@ class Fused(Engine):
         if expression is None or size < _LARGE:
             return False
         features = count_features(expression, d)
-        if features + columns > _PAYS or not stored:
-            return features + columns <= _PAYS
+        if not stored:
+            gains = size >= _ONCE * _LARGE and features <= _GAINS[0] and columns <= _GAINS[1]
+            return gains or features + columns <= _PAYS
         quick = [GAUSS, LAPLACE] if dtype == torch.float64 else [GAUSS, LAPLACE, *MATERN.values()]
         few = features <= _CHEAP[0] and columns <= _CHEAP[1]
         return few and expression.terms == ((0,),) and expression.atoms[0].profile in quick
+
+    def share(self, pairs: Pairs) -> float:
+        """Return the time of products over that by tiles, where it is faster: measured from 2 to 20 features."""
+        assert pairs.expression is not None
+        return 0.2 + 0.025 * count_features(pairs.expression, pairs.x1.shape[-1])
 
     def resolution(self, pairs: Pairs) -> float:
         return torch.finfo(pairs.compute_dtype).eps
@@ -99,9 +104,6 @@ class Fused(Engine):
             return _product(pairs, pairs.prepared(), rhs)
         items = (pairs.prepared().converted(partial(torch.select, dim=0, index=b)) for b in range(len(rhs)))
         return torch.stack([_product(pairs, item, v) for item, v in zip(items, rhs, strict=True)])
-
-    def derivative(self, pairs: Pairs, left: Tensor, right: Tensor) -> Gradients:
-        return _TILED.derivative(pairs, left, right)
 
 
 def count_features(expression: Expression, d: int) -> int:
