@@ -248,8 +248,8 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch, caplog):
     for matrix, columns, engine in cases:
         assert choose(matrix.pairs, columns) is engine
     with sketchgp.settings.memory_budget(1):
-        assert choose(large(RBFKernel(), 8).pairs, 4) is FUSED
-        assert choose(large(RBFKernel(), 8).pairs, 5) is TILED
+        assert choose(large(RBFKernel(), 8).pairs, 6) is FUSED
+        assert choose(large(RBFKernel(), 8).pairs, 7) is TILED
         wide = [KernelMatrix.of(RBFKernel(), torch.rand(n, 16)) for n in (12_000, 47_000)]
         assert [choose(matrix.pairs, 2) for matrix in wide] == [TILED, FUSED]
         assert choose(wide[1].pairs, 3) is choose(KernelMatrix.of(RBFKernel(), torch.rand(47_000, 21)).pairs) is TILED
