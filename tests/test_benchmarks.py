@@ -34,7 +34,6 @@ OLD = {
     "eigenpro",
     "faults",
     "few_rows",
-    "full_scale",
     "hyperparameters",
     "inducing",
     "lattice",
