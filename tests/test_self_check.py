@@ -275,8 +275,8 @@ def test_rows_that_the_library_gave_an_engine_may_get_another(use, monkeypatch):
 
 def test_auto_takes_triton_on_a_device_where_the_matrix_is_not_stored(monkeypatch):
     """Matrices that are on no device, but say so."""
-    for name in ("_importable", "_recent"):
-        monkeypatch.setattr(triton, name, lambda: True)
+    for name in ("installed", "_recent"):
+        monkeypatch.setattr(triton, name, lambda *_: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     other = RQKernel() * sketchgp.ArcCosineKernel()
     cases = [
