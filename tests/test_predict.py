@@ -562,6 +562,11 @@ def test_trends_are_as_uncertain_as_in_universal_kriging(mean: str, missing: boo
     )
 
 
+class Positive(gpytorch.means.ConstantMean):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(min=0)
+
+
 def test_trends_that_are_none_are_refused() -> None:
     model, test = build("scale-rbf-ard")
     model.mean_module = gpytorch.means.ZeroMean()
@@ -570,4 +575,7 @@ def test_trends_that_are_none_are_refused() -> None:
             sketchgp.predict(model, test, trend=True, **options)
     model.mean_module = gpytorch.means.ConstantMean(constant_prior=gpytorch.priors.NormalPrior(0, 1)).double()
     with pytest.raises(sketchgp.InputError, match="neither prior nor constraint"):
+        sketchgp.predict(model, test, trend=True)
+    model.mean_module = Positive().double()
+    with pytest.raises(sketchgp.InputError, match="linear in its coefficients"):
         sketchgp.predict(model, test, trend=True)
