@@ -35,7 +35,11 @@ RUNS = {name: [name] for name in ORDER} | {
     "hyperparameters": ["hyperparameters --rows 4000", "hyperparameters"],
     "variances": ["variances --large"],
     "taxi_million": ["taxi --million"],
-    "matvec": ["matvec", "matvec --memory"],
+    "matvec": [
+        "matvec",
+        "matvec --dims 1 2 3 8 20 90 --columns 1 4 11 16 --dtypes float32 --no-gradients --kernels rbf matern52",
+        "matvec --memory",
+    ],
 }
 CORES = {"scaling": 2, "faults": 2}  # they measure several processes; all others get one core
 WHOLE = ("properties", "compiled")  # written at the end, so that there is nothing to resume

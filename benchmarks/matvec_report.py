@@ -338,13 +338,15 @@ def _curve(cells: list[Run], value: Callable[[Run], float | None]) -> tuple[list
 
 
 def picture(results: Run, path: Path) -> None:
-    """Speed (log scale, with the limits) and fraction of the limit by d, float32: one column a kernel and t."""
+    """Draw speed (log scale, with the limits) and fraction of the limit by d, float32, for the least and the most t."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     cells = [c for c in results["cells"].values() if c["kernel"] in MAIN and c["dtype"] == "float32" and c["n"] < 1e6]
+    shown = {bound(c["t"] for c in cells) for bound in (min, max) if cells}
+    cells = [c for c in cells if c["t"] in shown]
     columns = sorted({(c["kernel"], c["t"]) for c in cells}, key=lambda place: (MAIN.index(place[0]), place[1]))
     if not columns:
         return
