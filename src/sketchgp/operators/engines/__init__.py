@@ -10,13 +10,13 @@ from ...checks import word
 from ...errors import InputError
 from ..pairs import Pairs
 from .base import Engine
-from .fused import Fused
+from .fused import FUSED
 from .lattice import Lattice
 from .near_and_far import NearAndFar
 from .tiled import TILED, Dense
 from .triton import Triton
 
-DENSE, FUSED, LATTICE, NEAR_AND_FAR, TRITON = Dense(), Fused(), Lattice(), NearAndFar(), Triton()
+DENSE, LATTICE, NEAR_AND_FAR, TRITON = Dense(), Lattice(), NearAndFar(), Triton()
 NAMED: dict[str, Engine] = {e.name: e for e in (DENSE, FUSED, LATTICE, NEAR_AND_FAR, TILED, TRITON)}
 FAST = (LATTICE, NEAR_AND_FAR)  # their products take far fewer than n^2 operations
 Matmul = Literal["auto", "dense", "fused", "lattice", "near_and_far", "tiled", "triton"]

@@ -45,7 +45,7 @@ from ...settings import memory_budget
 from ..pairs import Pairs
 from ..tiles import spans
 from .base import Engine, Gradients, Live, installed
-from .fused import Fused
+from .fused import FUSED
 
 _NU = {"gauss": math.inf, "matern12": 0.5, "matern32": 1.5, "matern52": 2.5}
 _TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}  # of k(0), that an entry may be off
@@ -62,7 +62,6 @@ _CUTOFFS = (1.0, 1.1, 1.3, 1.6, 2.0)  # times the expected one, until it leaves 
 _NEAR, _POINT, _MODE = 0.6, (25, 70, 250), (20, 45, 80)
 _MADE, _REST, _ENTRY = (80, 400), 1e8, 0.3
 _USES = 20  # products of a square matrix; others are multiplied once
-_FUSED = Fused()
 _TRANSFORM = Lock()  # before version 2.5 finufft gives wrong sums to threads that share a plan
 _COLUMNS = 10  # of a product by tiles, that take as long as evaluating the entries
 
@@ -371,7 +370,7 @@ class NearAndFar(Engine):
         """Return whether products with so many columns take less time than in the other ways, and are as accurate."""
         uses = _USES if pairs.same else 1
         entries = math.prod(pairs.shape) * (_ENTRY if pairs.same else 2 * _ENTRY) * (1 + columns / _COLUMNS)
-        entries *= _FUSED.share(pairs) if _FUSED.serves(pairs, columns) else 1.0
+        entries *= FUSED.share(pairs) if FUSED.serves(pairs, columns) else 1.0
         if pairs.compute_dtype != torch.float32 or entries * uses < _REST or self.unsuited(pairs):
             return False
         if not self.takes(pairs):

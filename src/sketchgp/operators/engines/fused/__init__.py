@@ -17,10 +17,9 @@ from ...pairs import Pairs
 from ...profiles import GAUSS, LAPLACE, MATERN, Profile
 from ...tiles import Piece, spans
 from ..base import Engine, installed
-from ..tiled import Tiled, cut
+from ..tiled import TILED, cut
 from .source import Layout, Plan, compiled, unit
 
-_TILED = Tiled()
 _SHAPE = (512, 2048)  # rows and columns that a call of a compiled function takes
 _WIDEST = 8  # right-hand sides in one pass
 _MOST = 32  # features, beyond which tiles are several times as fast
@@ -63,10 +62,10 @@ class Fused(Engine):
         whole = pairs
         while whole.whole is not None:  # its parts are multiplied one after the other
             whole = whole.whole[0]
-        size = whole.shape.numel() if pairs.engine != _TILED.name else whole.shape.numel() // _ONCE
+        size = whole.shape.numel() if pairs.engine != TILED.name else whole.shape.numel() // _ONCE
         small = pairs.shape[-1] < _LEAST or pairs.shape.numel() < _SMALL
-        pays = self.pays(pairs.expression, size, pairs.x1.shape[-1], pairs.dtype, columns, stored)
-        return pays and not small and self.takes(pairs)
+        what = pairs.expression, size, pairs.x1.shape[-1], pairs.dtype, columns, stored
+        return not small and self.pays(*what) and self.takes(pairs)
 
     def pays(
         self, expression: Expression | None, size: int, d: int, dtype: torch.dtype, columns: int, stored: bool
@@ -104,6 +103,9 @@ class Fused(Engine):
             return _product(pairs, pairs.prepared(), rhs)
         items = (pairs.prepared().converted(partial(torch.select, dim=0, index=b)) for b in range(len(rhs)))
         return torch.stack([_product(pairs, item, v) for item, v in zip(items, rhs, strict=True)])
+
+
+FUSED = Fused()
 
 
 def count_features(expression: Expression, d: int) -> int:
