@@ -42,7 +42,7 @@ ENTRIES = {torch.float32: 1e-6, torch.float64: 1e-14}  # errors of entries, over
 def check(kernel, x, z=None, columns=1, dtype=torch.float32) -> None:
     """Products, and some entries, against the formulas in float64, with errors of a few roundings as those of tiles.
 
-    :param columns: of each right-hand side; each number of them is compiled for itself.
+    :param columns: of each right-hand side; one is compiled for itself, and others go in groups.
     """
     exact = reference(copy.deepcopy(kernel).double(), x, x if z is None else z).detach()
     kernel = copy.deepcopy(kernel).to(dtype)
@@ -66,7 +66,10 @@ def test_products(name):
     check(make(name), points(700), z.double(), dtype=torch.float64)
 
 
-@each(("d", "columns", "dtype"), [(1, 9, torch.float32), (20, 1, torch.float32), (2, 3, torch.float64)])
+@each(
+    ("d", "columns", "dtype"),
+    [(1, 9, torch.float32), (20, 1, torch.float32), (8, 35, torch.float32), (2, 3, torch.float64)],
+)
 @each("n", [1, 2, 1100])
 def test_sizes(n, d, columns, dtype):
     kernel = ScaleKernel(MaternKernel(nu=1.5, ard_num_dims=d))
@@ -248,11 +251,11 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch, caplog):
     for matrix, columns, engine in cases:
         assert choose(matrix.pairs, columns) is engine
     with sketchgp.settings.memory_budget(1):
-        assert choose(large(RBFKernel(), 8).pairs, 6) is FUSED
-        assert choose(large(RBFKernel(), 8).pairs, 7) is TILED
-        wide = [KernelMatrix.of(RBFKernel(), torch.rand(n, 16)) for n in (12_000, 47_000)]
-        assert [choose(matrix.pairs, 2) for matrix in wide] == [TILED, FUSED]
-        assert choose(wide[1].pairs, 3) is choose(KernelMatrix.of(RBFKernel(), torch.rand(47_000, 21)).pairs) is TILED
+        assert choose(large(RBFKernel(), 12).pairs, 16) is FUSED
+        assert choose(large(RBFKernel(), 12).pairs, 17) is TILED
+        wide = [KernelMatrix.of(RBFKernel(), torch.rand(n, 20)) for n in (12_000, 47_000)]
+        assert [choose(matrix.pairs, 16) for matrix in wide] == [TILED, FUSED]
+        assert choose(wide[1].pairs, 17) is choose(KernelMatrix.of(RBFKernel(), torch.rand(47_000, 21)).pairs) is TILED
     named = large(RBFKernel(), 8).by("fused")  # by the library, which may replace it
     assert choose(named.pairs, 4) is FUSED
     assert choose(large(RBFKernel(), 8, engine="tiled").pairs, 4) is TILED

@@ -18,13 +18,13 @@ from ...profiles import GAUSS, LAPLACE, MATERN, Profile
 from ...tiles import Piece, spans
 from ..base import Engine, installed
 from ..tiled import TILED, cut
-from .source import Layout, Plan, compiled, unit
+from .source import GROUP, Layout, Plan, compiled, unit
 
 _SHAPE = (512, 2048)  # rows and columns that a call of a compiled function takes
-_WIDEST = 8  # right-hand sides in one pass
+_WIDEST = 32  # right-hand sides in one pass
 _MOST = 32  # features, beyond which tiles are several times as fast
-_PAYS = 14  # features and right-hand sides together, up to which it is at least 1.2 times as fast as tiles
-_GAINS = (20, 2)  # features and right-hand sides up to which it is faster at all
+_PAYS = (12, 16)  # features and right-hand sides up to which it is at least 1.4 times as fast as tiles
+_GAINS = (20, 16)  # features and right-hand sides up to which it is faster at all
 _CHEAP = (3, 4)  # features and right-hand sides up to which it is faster than reading a stored matrix
 _LEAST = 512  # columns, so that a pass is not mostly beyond the last one
 _SMALL = 2**22  # pairs below which a product takes a few milliseconds, whatever the engine
@@ -36,9 +36,9 @@ class Fused(Engine):
     """Products in one pass over the pairs, in registers; memory O((n + m)(p + t)).  Derivatives go by tiles.
 
     Distances are sums of squared differences, so that far rows lose nothing.  Where x1 is x2, each pair is evaluated
-    once and used twice.  Sums are in the dtype of the inputs for some hundred pairs, and in float64 beyond.  Up to
-    eight right-hand sides take one pass.  The functions are compiled by numba, 0.2 to 2 s for each kind: kernel, number
-    of features, class of right-hand sides, dtype.
+    once and used twice.  Sums are in the dtype of the inputs for some hundred pairs, and in float64 beyond.  Up to 32
+    right-hand sides take one pass.  The functions are compiled by numba, 0.2 to 2 s for each kind: kernel, number of
+    features, one right-hand side or more, dtype.
     """
 
     name = "fused"
@@ -79,12 +79,10 @@ class Fused(Engine):
         if expression is None or size < _LARGE:
             return False
         features = count_features(expression, d)
-        if not stored:
-            gains = size >= _ONCE * _LARGE and features <= _GAINS[0] and columns <= _GAINS[1]
-            return gains or features + columns <= _PAYS
+        most = _CHEAP if stored else _GAINS if size >= _ONCE * _LARGE else _PAYS
+        few = features <= most[0] and columns <= most[1]
         quick = [GAUSS, LAPLACE] if dtype == torch.float64 else [GAUSS, LAPLACE, *MATERN.values()]
-        few = features <= _CHEAP[0] and columns <= _CHEAP[1]
-        return few and expression.terms == ((0,),) and expression.atoms[0].profile in quick
+        return few and (not stored or (expression.terms == ((0,),) and expression.atoms[0].profile in quick))
 
     def share(self, pairs: Pairs) -> float:
         """Return the time of products over that by tiles, where it is faster: measured from 2 to 20 features."""
@@ -138,9 +136,8 @@ def _product(pairs: Pairs, prepared: Prepared, rhs: Tensor) -> Tensor:
     result = rhs.new_empty(pairs.shape[-2], rhs.shape[-1])
     for some in spans(rhs.shape[-1], _WIDEST):
         v = rhs[:, some].mT
-        width = 1 << (len(v) - 1).bit_length()  # so that few functions are compiled
-        vectors = torch.nn.functional.pad(v, (0, 0, 0, width - len(v))).contiguous().numpy()
-        plan = Plan(kinds, terms, width, pairs.same, right.dtype.name)
+        vectors = torch.nn.functional.pad(v, (0, 0, 0, -len(v) % GROUP if len(v) > 1 else 0)).contiguous().numpy()
+        plan = Plan(kinds, terms, len(v) == 1, pairs.same, right.dtype.name)
         sums = _summed(plan, (left, right, vectors, vectors), numbers, pieces)[: len(v)]
         result[:, some] = torch.from_numpy(sums).mT * (prepared.coefficients[0] if len(terms) == 1 else 1.0)
     return result
@@ -177,9 +174,10 @@ def _summed(plan: Plan, arrays: tuple[np.ndarray, ...], numbers: np.ndarray, pie
     threads = max(1, min(torch.get_num_threads(), len(pieces)))
 
     def work(number: int) -> np.ndarray:
-        out = np.zeros((plan.width, arrays[0].shape[1]))
+        out = np.zeros((len(arrays[2]), arrays[0].shape[1]))
         back = out if plan.both else np.zeros((1, 1))
-        buffer = np.empty(plan.buffer, dtype=plan.dtype)
+        dtype = getattr(torch, plan.dtype)
+        buffer = torch.empty(plan.buffer(len(arrays[2])), dtype=dtype).numpy()  # aligned to cache lines
         for rows, columns, mirror in pieces[number::threads]:
             if stop.is_set():
                 break

@@ -1,5 +1,8 @@
 """Functions that numba compiles for one expression: distances, kernel function and sums over columns in registers.
 
+With several right-hand sides the entries of four rows are kept in the first-level cache, for sums with four right-hand
+sides at a time.
+
 Writing them out as text keeps all structure out of the compiled code: the inner loop has a constant length, reads and
 writes one contiguous buffer at constant offsets, and is what LLVM vectorises.  ``repr`` of a plan says all that its
 source depends on.
@@ -23,7 +26,8 @@ from ...profiles import GAUSS, LAPLACE, LOG2E, RATIONAL_QUADRATIC, Profile
 
 _BYTES = 2048  # of the columns in a pass of the inner loop, whose buffer stays in the first-level cache
 _SUMMED = 256  # rows after which sums of columns in float32 are added up in float64
-_ROWS, _WIDE = 4, 8  # rows at a time; from so many right-hand sides on half as many, for the registers
+_ROWS = 4  # rows at a time
+GROUP = 4  # right-hand sides at a time, where entries are kept for all of them
 _NARROW = 12  # features up to which one is as fast with one right-hand side, and compiled sooner
 # values are at least so many powers of two below the scale: CPUs take many times as long below the normal numbers
 _LEAST = {"float32": 60.0, "float64": 500.0}
@@ -51,13 +55,14 @@ class Plan:
 
     :ivar atoms: the profile and the layout of each.
     :ivar terms: as of an ``Expression``.
-    :ivar width: right-hand sides; :ivar both: whether each pair counts for both of its points.
+    :ivar single: whether there is one right-hand side; else any number of groups, for which entries are kept.
+    :ivar both: whether each pair counts for both of its points.
     :ivar dtype: of the arithmetic, ``"float32"`` or ``"float64"``.
     """
 
     atoms: tuple[tuple[str, Layout], ...]
     terms: tuple[tuple[int, ...], ...]
-    width: int
+    single: bool
     both: bool
     dtype: str
 
@@ -66,10 +71,14 @@ class Plan:
         """Features of all atoms."""
         return sum(size for _, layout in self.atoms for size, _ in layout)
 
+    def buffer(self, columns: int) -> int:
+        """Return how many numbers the buffer of a thread has: features, entries, right-hand sides and their sums."""
+        return self.stride * (self.features + (0 if self.single else _ROWS) + columns * (1 + self.both))
+
     @property
-    def buffer(self) -> int:
-        """Numbers in the buffer of a thread."""
-        return self.chunk * (self.features + self.width * (1 + self.both))
+    def stride(self) -> int:
+        """Numbers from one row of the buffer to the next: a cache line more, or all rows would share few cache sets."""
+        return self.chunk + 64 // np.dtype(self.dtype).itemsize
 
     @property
     def chunk(self) -> int:
@@ -158,47 +167,75 @@ def _horner(coefficients: np.ndarray) -> str:
 
 
 def _product(plan: Plan) -> str:
-    p, t = plan.features, plan.width
-    rows = range(1 if t == 1 and p <= _NARROW else _ROWS // 2 if t >= _WIDE else _ROWS)
-    back = (p + t) * plan.chunk
-    lines = ["def product(left, right, rhs, lhs, out, back, numbers, r0, r1, c0, c1, keep, buffer):"]
+    p, chunk, stride, t = plan.features, plan.chunk, plan.stride, "1" if plan.single else "t"
+    rows = range(1 if plan.single and p <= _NARROW else _ROWS)
+    kept, rhs = p * stride, (p + (0 if plan.single else _ROWS)) * stride  # first places in the buffer
+    back = f"{rhs} + {t} * {stride}"
+    entries = [f"z{k} = buffer[{k * stride} + j]" for k in range(p)] + [text for r in rows for text in _entry(plan, r)]
+    lines = [
+        "def product(left, right, rhs, lhs, out, back, numbers, r0, r1, c0, c1, keep, buffer):",
+        "    t = len(rhs)",
+    ]
     lines += [f"    f{i} = numbers[{i}]" for i in range(len(plan.terms))]
     lines += [f"    alpha{a} = numbers[{len(plan.terms) + a}]" for a in range(len(plan.atoms))]
-    lines += [f"    for c in range(c0, c1, {plan.chunk}):", f"        m = min({plan.chunk}, c1 - c)"]
-    for source, count, first in (("right", p, 0), ("rhs", t, p)):
+    lines += [f"    for c in range(c0, c1, {chunk}):", f"        m = min({chunk}, c1 - c)"]
+    for source, count, first in (("right", p, 0), ("rhs", t, rhs)):
         lines += [
             f"        for k in range({count}):",
-            f"            for j in range(m): buffer[({first} + k) * {plan.chunk} + j] = {source}[k, c + j]",
-            f"            for j in range(m, {plan.chunk}): buffer[({first} + k) * {plan.chunk} + j] = ZERO",
+            f"            for j in range(m): buffer[{first} + k * {stride} + j] = {source}[k, c + j]",
+            f"            for j in range(m, {chunk}): buffer[{first} + k * {stride} + j] = ZERO",
         ]
     lines += [f"        for h in range(r0, r1, {_SUMMED}):", f"            last = min(h + {_SUMMED}, r1)"]
     if plan.both:
-        lines += [f"            for j in range({t * plan.chunk}): buffer[{back} + j] = ZERO"]
+        lines += [f"            for j in range({t} * {stride}): buffer[{back} + j] = ZERO"]
     lines += [f"            for i in range(h, last, {len(rows)}):"]
     for r in rows:
         lines += [f"                i{r} = min(i + {r}, last - 1)"]
         lines += [f"                a{k}_{r} = left[{k}, i{r}]" for k in range(p)]
-        lines += [f"                s{k}_{r} = ZERO" for k in range(t)]
         if plan.both:  # a row beyond the last one counts 0 times
             lines += [f"                on{r} = keep if i + {r} < last else ZERO"]
-            lines += [f"                w{k}_{r} = lhs[{k}, i{r}] * on{r}" for k in range(t)]
-    lines += [f"                for j in range({plan.chunk}):"]
-    lines += [f"                    z{k} = buffer[{k * plan.chunk} + j]" for k in range(p)]
-    for r in rows:
-        lines += [f"                    {line}" for line in _entry(plan, r)]
-        lines += [f"                    s{k}_{r} += k{r} * buffer[{(p + k) * plan.chunk} + j]" for k in range(t)]
-    if plan.both:
-        sums = [" + ".join(f"k{r} * w{k}_{r}" for r in rows) for k in range(t)]
-        lines += [f"                    buffer[{back + k * plan.chunk} + j] += {total}" for k, total in enumerate(sums)]
-    for r in rows:
-        lines += [f"                if i + {r} < last:"]
-        lines += [f"                    out[{k}, i{r}] += s{k}_{r}" for k in range(t)]
+    if plan.single:
+        columns = [("0", f"buffer[{rhs} + j]", f"buffer[{rhs + stride} + j]")]
+        lines += _indented(4, _sums(plan, rows, columns, entries))
+    else:
+        again = [f"k{r} = buffer[{kept + r * stride} + j]" for r in rows]
+        entries += [f"buffer[{kept + r * stride} + j] = k{r}" for r in rows]
+        columns = [(f"k + {k}", f"y{k}[j]", f"b{k}[j]") for k in range(GROUP)]
+        lines += _indented(4, [f"for j in range({chunk}):", *_indented(1, entries), f"for k in range(0, t, {GROUP}):"])
+        for k, (column, _, _) in enumerate(columns):  # of which the loops know that they do not overlap
+            lines += [f"                    y{k} = buffer[{rhs} + ({column}) * {stride}:]"]
+            lines += [f"                    b{k} = buffer[{back} + ({column}) * {stride}:]"] if plan.both else []
+        lines += _indented(5, _sums(plan, rows, columns, again))
     if plan.both:
         lines += [
             f"            for k in range({t}):",
-            f"                for j in range(m): back[k, c + j] += buffer[{back} + k * {plan.chunk} + j]",
+            f"                for j in range(m): back[k, c + j] += buffer[{back} + k * {stride} + j]",
         ]
     return "\n".join(lines)
+
+
+def _indented(levels: int, lines: list[str]) -> list[str]:
+    return ["    " * levels + line for line in lines]
+
+
+def _sums(plan: Plan, rows: range, columns: list[tuple[str, str, str]], entries: list[str]) -> list[str]:
+    """Return the lines that add up, for some rows, the products with some right-hand sides.
+
+    :param columns: of each the index, the number that an entry is multiplied by, and the sum of the transpose.
+    :param entries: what makes ``k`` of each row, done for both sums at once where entries are not kept.
+    """
+    lines = [f"s{k}_{r} = ZERO" for r in rows for k in range(len(columns))]
+    if plan.both:
+        lines += [f"w{k}_{r} = lhs[{column}, i{r}] * on{r}" for r in rows for k, (column, _, _) in enumerate(columns)]
+    sums = [f"s{k}_{r} += k{r} * {y}" for r in rows for k, (_, y, _) in enumerate(columns)]
+    back = [f"{b} += " + " + ".join(f"k{r} * w{k}_{r}" for r in rows) for k, (_, _, b) in enumerate(columns)]
+    parts = [sums] if not plan.both else [sums + back] if plan.single else [sums, back]
+    for part in parts:
+        lines += [f"for j in range({plan.chunk}):", *_indented(1, entries + part)]
+    for r in rows:
+        own = [f"out[{column}, i{r}] += s{k}_{r}" for k, (column, _, _) in enumerate(columns)]
+        lines += [f"if i + {r} < last:", *_indented(1, own)]
+    return lines
 
 
 def _entry(plan: Plan, r: int) -> list[str]:
