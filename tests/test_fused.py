@@ -238,13 +238,16 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch, caplog):
     other = torch.rand(12_000, 2)
     cases = [
         (large(RBFKernel(), 2), 1, FUSED),
-        (large(RBFKernel(), 2), 8, DENSE),
+        (large(RBFKernel(), 2), 17, DENSE),
         (large(RBFKernel(), 8), 1, DENSE),
-        (large(RQKernel(), 2), 1, DENSE),
+        (large(MaternKernel(), 8), 2, FUSED),
+        (large(MaternKernel(), 9), 2, DENSE),
+        (large(RQKernel(), 2), 2, DENSE),
         (large(RQKernel(), 2, x2=other), 1, FUSED),
         (large(CosineKernel(), 2, x2=other), 1, TILED),
         (large(RBFKernel().double(), 2), 1, FUSED),
         (large(MaternKernel().double(), 2), 1, DENSE),
+        (large(MaternKernel().double(), 2), 2, FUSED),
         (large(MaternKernel().double(), 8, x2=torch.rand(12_000, 8).double()), 4, FUSED),
         (KernelMatrix.of(RBFKernel(), torch.rand(500, 2), other), 1, TILED),
     ]
@@ -270,7 +273,7 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch, caplog):
     say_missing.cache_clear()
     caplog.set_level(logging.INFO, "sketchgp")
     assert choose(named.pairs, 4) is choose(accurate.pairs) is TILED
-    assert [choose(matrix.pairs, columns) for matrix, columns, _ in cases[:1] + cases[4:5]] == [DENSE, TILED]
+    assert [choose(matrix.pairs, columns) for matrix, columns, _ in cases[:1] + cases[5:6]] == [DENSE, TILED]
     assert [record.message for record in caplog.records if "'fused'" in record.message] == [
         "Tiles take the place of the engine 'fused': numba is not installed (python -m pip install numba)"
     ]

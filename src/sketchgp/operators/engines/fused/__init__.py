@@ -25,7 +25,7 @@ _WIDEST = 32  # right-hand sides in one pass
 _MOST = 32  # features, beyond which tiles are several times as fast
 _PAYS = (12, 16)  # features and right-hand sides up to which it is at least 1.4 times as fast as tiles
 _GAINS = (20, 16)  # features and right-hand sides up to which it is faster at all
-_CHEAP = (3, 4)  # features and right-hand sides up to which it is faster than reading a stored matrix
+_CHEAP = (3, 8)  # features up to which it is faster than a stored matrix, with one right-hand side and with more
 _LEAST = 512  # columns, so that a pass is not mostly beyond the last one
 _SMALL = 2**22  # pairs below which a product takes a few milliseconds, whatever the engine
 _LARGE = 2**27  # pairs from which on some tens of products pay for the compilation
@@ -79,9 +79,9 @@ class Fused(Engine):
         if expression is None or size < _LARGE:
             return False
         features = count_features(expression, d)
-        most = _CHEAP if stored else _GAINS if size >= _ONCE * _LARGE else _PAYS
-        few = features <= most[0] and columns <= most[1]
-        quick = [GAUSS, LAPLACE] if dtype == torch.float64 else [GAUSS, LAPLACE, *MATERN.values()]
+        most = _GAINS if size >= _ONCE * _LARGE else _PAYS
+        few = features <= (_CHEAP[columns > 1] if stored else most[0]) and columns <= most[1]
+        quick = [GAUSS, LAPLACE] if dtype == torch.float64 and columns == 1 else [GAUSS, LAPLACE, *MATERN.values()]
         return few and (not stored or (expression.terms == ((0,),) and expression.atoms[0].profile in quick))
 
     def share(self, pairs: Pairs) -> float:
