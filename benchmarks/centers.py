@@ -81,7 +81,7 @@ def choose(images: Images, m: int, method: str, seed: int) -> Chosen:
 def measure(chosen: Chosen, fit: str) -> dict[str, Any]:
     images, (solver, noise) = chosen.images, FITS[fit]
     problem = sketchgp.InducingPointProblem(images.kernel, images.train_x, images.y, noise, chosen.points)
-    solution = solver.solve(problem, progress=False)
+    solution = solver.solve(problem)
     found = images.classes.decode(chosen.tall.matmul(solution.value))
     return {"accuracy": 100 * float((found == images.test_y).double().mean()), "choosing_seconds": chosen.seconds,
             "solving_seconds": solution.report.seconds, "residual": solution.report.max_residual}  # fmt: skip
