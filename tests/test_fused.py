@@ -273,7 +273,7 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch, caplog):
     say_missing.cache_clear()
     caplog.set_level(logging.INFO, "sketchgp")
     assert choose(named.pairs, 4) is choose(accurate.pairs) is TILED
-    assert [choose(matrix.pairs, columns) for matrix, columns, _ in cases[:1] + cases[5:6]] == [DENSE, TILED]
+    assert [choose(matrix.pairs, columns) for matrix, columns, _ in cases[:1] + cases[6:7]] == [DENSE, TILED]
     assert [record.message for record in caplog.records if "'fused'" in record.message] == [
         "Tiles take the place of the engine 'fused': numba is not installed (python -m pip install numba)"
     ]
