@@ -33,7 +33,6 @@ OLD = {
     "faults",
     "hyperparameters",
     "inducing",
-    "leave_one_out",
     "maps",
     "paper_figures",
     "properties",
