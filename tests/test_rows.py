@@ -221,6 +221,28 @@ def test_rows_do_not_change_what_was_given():
     assert not first.requires_grad
 
 
+def test_stored_blocks():
+    """Exactly what is stored; None where some of the matrix is not."""
+    kernel, x, matrix = _case("rbf-ard", torch.float32)
+    a, b = (KernelMatrix.of(kernel, x, engine=engine) for engine in ("dense", "tiled"))
+    c = DenseLinearOperator(with_spectrum(torch.linspace(0, 2, 90, dtype=torch.float64)))
+    scaled = SumLinearOperator(ConstantMulLinearOperator(a, torch.tensor(2.5)), c)
+    for indices in INDICES.values():
+        block = matrix[indices][:, indices]
+        for operator, expected in ((a, block), (scaled, 2.5 * block + c.tensor[indices][:, indices])):
+            found = RowProduct(operator).stored_block(indices)
+            assert found.dtype == torch.float64
+            assert relative(found, expected) < 1e-6
+        found.fill_(7.0)  # a copy, which solvers factorize in place
+        assert relative(RowProduct(a).stored_block(indices), block) < 1e-6
+        stored = RowProduct(c).stored_block(indices)
+        assert torch.equal(stored, c.tensor[indices][:, indices])
+        stored.fill_(7.0)
+        assert relative(RowProduct(c).stored_block(indices), c.tensor[indices][:, indices]) == 0
+        for operator in (b, SumLinearOperator(a, b), DiagLinearOperator(torch.ones(90))):
+            assert RowProduct(operator).stored_block(indices) is None
+
+
 def test_engines_go_round():
     kernel, x, _ = _case("rbf-ard")
     other = set_scales(KERNELS["rational-quadratic"]())
@@ -387,6 +409,27 @@ def test_block_system_cross(dtype, engine):
         block = shifted[rows_][:, columns]
         assert _close(system.cross(rows_, columns, vectors), block @ vectors, block + 0.1, vectors, dtype)
         assert system.entries == before + len(rows_) * len(columns)
+
+
+@each("dtype", DTYPES)
+@each("engine", ["dense", "tiled"])
+@each("noise", [1.0, 1e-6])
+def test_block_system_square_block(noise, engine, dtype):
+    """Float32 entries are good enough for a block beside noise that is far above their rounding, else float64."""
+    kernel, x, matrix = _case("rbf-ard", dtype)
+    vector = torch.full((90,), 1e3, dtype=torch.float64)
+    vector[30] = noise  # the least counts
+    for index in ("some", "all"):
+        indices = INDICES[index]
+        system = System(KernelMatrix.of(kernel, x, engine=engine), vector)
+        found, block = system.square_block(indices), matrix[indices][:, indices]
+        assert found.dtype == torch.float64
+        assert relative(found, block) < 1e-6
+        rounded = relative(found, block) > 1e-10
+        assert rounded == (dtype == torch.float32 and engine == "dense" and noise == 1.0)
+        assert system.entries == len(indices) ** 2
+        found.fill_(float("nan"))  # a copy
+        assert relative(system.square_block(indices), block) < 1e-6
 
 
 def test_block_system_counts_entries():

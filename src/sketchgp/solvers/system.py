@@ -22,6 +22,8 @@ _PIVOTS = 64  # of a stored remainder: of kin40k they leave 1e-4 of the entries,
 # of the Cholesky factorizations for each kernel entry, so that they take a third of the time or less
 _FLOPS_PER_ENTRY = {"cpu": 10, "fused": 4}
 _ON_DEVICES = 20
+_SPREAD = 4.0  # norm of a matrix of b x b independent rounding errors, over sqrt(b) of them
+_TOLERATED = 0.05  # error of a block, relative to its noise, that its inverse may have
 _COPIES = 4  # of a block that are held at once
 
 
@@ -207,6 +209,24 @@ class System:
         """``K[rows, columns]`` in float64, without the noise."""
         self.entries += len(rows) * len(columns)
         return self.access.block(rows, columns)
+
+    def square_block(self, rows: Tensor) -> Tensor:
+        """Return ``K[rows, rows]`` in float64, to be inverted with its noise.
+
+        It is read where K is stored for its rows, and the rounding of its entries is small beside the noise.
+        """
+        little = self._rounding * len(rows) ** 0.5 < _TOLERATED
+        stored = self._rows.stored_block(rows) if little else None
+        if stored is None:
+            return self.block(rows, rows)
+        self.entries += stored.numel()
+        return stored
+
+    @cached_property
+    def _rounding(self) -> float:
+        """Norm of the rounding errors of a stored block over the root of its size, and over the least noise."""
+        resolution = torch.finfo(self.dtype).eps * float(self.access.diagonal().max())
+        return _SPREAD * resolution / float(self.diagonal.min())
 
 
 def automatic_block_size(n: int, device: torch.device, engines: Sequence[str] = ()) -> int:

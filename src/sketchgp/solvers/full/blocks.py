@@ -124,7 +124,7 @@ class SharedInverses:
         entries = self.system.entries  # counted by all ranks, once a block is used
         if self.shards.rank < len(self.ahead):
             rows = self.ahead[self.shards.rank][0]
-            block = self.system.block(rows, rows)
+            block = self.system.square_block(rows)
             self.own = exact_inverse(block, self.system.diagonal[rows, 0]).checked()
         self.system.entries = entries
 
@@ -208,7 +208,7 @@ class Partition:
 
     def _inverse(self, number: int, rows: Tensor) -> BlockInverse:
         stream = generator(self.seed, f"inverse of block {number} of a fixed partition")
-        return block_inverse(self.system.block(rows, rows), self.system.diagonal[rows, 0], self.rank, stream)
+        return block_inverse(self.system.square_block(rows), self.system.diagonal[rows, 0], self.rank, stream)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,4 +290,4 @@ class InvertedBlocks(BlockMethod):
             rows, self.tensors["rest"] = next_block(system.n, size, rest, generator, system.device)
             if self.shared is not None and not self.rank and rank != 0:
                 return rows, self.shared.inverse(rows, self._following(generator))
-        return rows, block_inverse(system.block(rows, rows), system.diagonal[rows, 0], rank, generator)
+        return rows, block_inverse(system.square_block(rows), system.diagonal[rows, 0], rank, generator)
