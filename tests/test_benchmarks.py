@@ -39,7 +39,6 @@ OLD = {
     "scaling",
     "tables",
     "testbed",
-    "testbed_defaults",
     "variances",
 }
 
