@@ -78,7 +78,7 @@ def test_the_fixed_point_is_the_ridge_regression(columns):
     for batch, tol in ((N, 0.03), (40, 0.08)):
         solver = dataclasses.replace(SMALL, batch_size=batch, epochs=60)
         learner = solver.learner(problem)
-        report, value = solver.learn(learner, problem)
+        value, report = solver.learn(learner, problem)
         wanted = ridge(learner, 0.2, X, y)
         assert value.shape == (256, columns or 1) and value.dtype == torch.float64
         assert relative(values(learner, value, TEST), values(learner, wanted, TEST)) < tol
@@ -94,7 +94,7 @@ def test_steps_without_preconditioner_have_the_same_fixed_point():
     problem = RandomFeatureProblem(a_kernel(), X, Y, 6.0)
     solver = dataclasses.replace(SMALL, preconditioned=False, epochs=300, batch_size=60)
     learner = solver.learner(problem)
-    _, value = solver.learn(learner, problem)
+    value, _ = solver.learn(learner, problem)
     assert relative(values(learner, value, TEST), values(learner, ridge(learner, 6.0, X, Y), TEST)) < 0.03
 
 
@@ -162,7 +162,7 @@ def test_logistic_losses_end_at_their_minimum(loss):
     problem = RandomFeatureProblem(a_kernel(), X, labels, 1.0, loss)
     solver = dataclasses.replace(SMALL, batch_size=N, epochs=150)
     learner = solver.learner(problem)
-    _, a = solver.learn(learner, problem)
+    a, _ = solver.learn(learner, problem)
     phi = all_features(learner, X)
     hot = (labels.unsqueeze(1) == torch.tensor(problem.targets.classes)).double()
     share = torch.sigmoid(phi @ a) if loss == "logistic" else (phi @ a).softmax(dim=1)
@@ -176,7 +176,7 @@ def test_support_vectors():
     problem = RandomFeatureProblem(a_kernel(), X, labels, 1.0, "hinge")
     solver = dataclasses.replace(SMALL, batch_size=N, epochs=400)
     learner = solver.learner(problem)
-    _, a = solver.learn(learner, problem)
+    a, _ = solver.learn(learner, problem)
     phi, sign = all_features(learner, X), 2 * labels.double() - 1
 
     def objective(w):

@@ -100,7 +100,7 @@ class Streamed:
             problem = self._problem(owner, x, y, rows)
             self.solver.validate(problem)
             learner = self._learner_for(problem, problem.n)
-            self.report, _ = self.solver.learn(learner, problem, callback, held_out, progress, owner)
+            _, self.report = self.solver.learn(learner, problem, callback, held_out, progress, owner)
         return self.report
 
     def partial_fit(self, x: Tensor, y: Any, rows: int | None = None) -> Any:

@@ -136,18 +136,17 @@ class DoublyStochastic(Budgeted):
         :raises InputError: for arguments that do not fit; :raises NumericalError: where it diverges.
         """
         self.validate(problem)
-        report, value = self.learn(self.learner(problem), problem, callback, held_out, progress)
-        return Solution(value, report)
+        return Solution(*self.learn(self.learner(problem), problem, callback, held_out, progress))
 
     def learner(self, problem: RandomFeatureProblem) -> Learner:
-        """A function that is 0, of features about the data's mean.
+        """Return the zero function, of features about the data's mean.
 
         :raises InputError: for a stream without a batch.
         """
         return self.learner_for(problem, problem.n)
 
     def learner_for(self, problem: RandomFeatureProblem, rows: int | None) -> Learner:
-        """Return a function that is 0, where the problem may be one batch of many.
+        """Return the zero function, where the problem may be one batch of many.
 
         :param rows: of all batches, where that is known.
         """
@@ -187,8 +186,8 @@ class DoublyStochastic(Budgeted):
         held_out: tuple[Tensor, Tensor] | None = None,
         progress: bool | None = None,
         owner: str = "DoublyStochastic.solve",
-    ) -> tuple[SolveReport, Tensor]:
-        """Go on with a learner, which is changed; the report, and the coefficients ``(N, c)``."""
+    ) -> tuple[Tensor, SolveReport]:
+        """Go on with a learner, which is changed; return the coefficients ``(N, c)`` and the report."""
         began = clock()
         checks.function(owner, "callback", callback)
         flag(owner, "progress", progress, optional=True)
@@ -207,7 +206,7 @@ class DoublyStochastic(Budgeted):
             progress, began=began, callback=callback, held_out=error, keep_interrupted=True,
         )  # fmt: skip
         conclude(report)
-        return report, value
+        return value, report
 
     @staticmethod
     def _epochs(problem: RandomFeatureProblem, batch: int) -> int:
