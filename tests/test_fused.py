@@ -238,7 +238,7 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch, caplog):
     other = torch.rand(12_000, 2)
     cases = [
         (large(RBFKernel(), 2), 1, FUSED),
-        (large(RBFKernel(), 2), 17, DENSE),
+        (large(RBFKernel(), 2), 33, DENSE),
         (large(RBFKernel(), 8), 1, DENSE),
         (large(MaternKernel(), 8), 2, FUSED),
         (large(MaternKernel(), 9), 2, DENSE),
@@ -254,11 +254,11 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch, caplog):
     for matrix, columns, engine in cases:
         assert choose(matrix.pairs, columns) is engine
     with sketchgp.settings.memory_budget(1):
-        assert choose(large(RBFKernel(), 12).pairs, 16) is FUSED
-        assert choose(large(RBFKernel(), 12).pairs, 17) is TILED
+        assert choose(large(RBFKernel(), 12).pairs, 32) is FUSED
+        assert choose(large(RBFKernel(), 12).pairs, 33) is TILED
         wide = [KernelMatrix.of(RBFKernel(), torch.rand(n, 20)) for n in (12_000, 47_000)]
-        assert [choose(matrix.pairs, 16) for matrix in wide] == [TILED, FUSED]
-        assert choose(wide[1].pairs, 17) is choose(KernelMatrix.of(RBFKernel(), torch.rand(47_000, 21)).pairs) is TILED
+        assert [choose(matrix.pairs, 32) for matrix in wide] == [TILED, FUSED]
+        assert choose(wide[1].pairs, 33) is choose(KernelMatrix.of(RBFKernel(), torch.rand(47_000, 21)).pairs) is TILED
     named = large(RBFKernel(), 8).by("fused")  # by the library, which may replace it
     assert choose(named.pairs, 4) is FUSED
     assert choose(large(RBFKernel(), 8, engine="tiled").pairs, 4) is TILED

@@ -21,10 +21,10 @@ from ..tiled import TILED, cut
 from .source import GROUP, Layout, Plan, compiled, unit
 
 _SHAPE = (512, 2048)  # rows and columns that a call of a compiled function takes
-_WIDEST = 32  # right-hand sides in one pass
+_WIDEST = 32  # right-hand sides in one pass, which is faster up to as many
 _MOST = 32  # features, beyond which tiles are several times as fast
-_PAYS = (12, 16)  # features and right-hand sides up to which it is at least 1.4 times as fast as tiles
-_GAINS = (20, 16)  # features and right-hand sides up to which it is faster at all
+_PAYS = 12  # features up to which it is at least 1.3 times as fast as tiles
+_GAINS = 20  # features up to which it is faster at all
 _CHEAP = (3, 8)  # features up to which it is faster than a stored matrix, with one right-hand side and with more
 _LEAST = 512  # columns, so that a pass is not mostly beyond the last one
 _SMALL = 2**22  # pairs below which a product takes a few milliseconds, whatever the engine
@@ -79,13 +79,13 @@ class Fused(Engine):
         if expression is None or size < _LARGE:
             return False
         features = count_features(expression, d)
-        most = _GAINS if size >= _ONCE * _LARGE else _PAYS
-        few = features <= (_CHEAP[columns > 1] if stored else most[0]) and columns <= most[1]
+        most = _CHEAP[columns > 1] if stored else _GAINS if size >= _ONCE * _LARGE else _PAYS
+        few = features <= most and columns <= _WIDEST
         quick = [GAUSS, LAPLACE] if dtype == torch.float64 and columns == 1 else [GAUSS, LAPLACE, *MATERN.values()]
         return few and (not stored or (expression.terms == ((0,),) and expression.atoms[0].profile in quick))
 
     def share(self, pairs: Pairs) -> float:
-        """Return the time of products over that by tiles, where it is faster: measured from 2 to 20 features."""
+        """Return the time of products with one column over that by tiles: measured from 2 to 20 features."""
         assert pairs.expression is not None
         return 0.2 + 0.025 * count_features(pairs.expression, pairs.x1.shape[-1])
 
