@@ -20,7 +20,7 @@ from forks import CAN_FORK, ended, fork, one_thread, run_script
 from gp_models import Plain
 from problems import normal, points, relative
 from sketchgp import InputError
-from sketchgp.operators import KernelMatrix, products
+from sketchgp.operators import KernelMatrix, nearby, products
 from sketchgp.operators.access import Access, accurate_terms
 from sketchgp.operators.engines import DENSE, FUSED, NEAR_AND_FAR, TILED, choose, self_check
 from sketchgp.operators.engines import fused as module
@@ -77,6 +77,41 @@ def test_sizes(n, d, columns, dtype):
     x, z = points(n, d, dtype=dtype), points(3, d, seed=1, dtype=dtype)
     for pair in ((x, None), (x, z), (z, x)):
         check(kernel, *pair, columns, dtype)
+
+
+@each("columns", [1, 6])
+def test_mirrored_blocks_whose_rows_do_not_divide(columns, monkeypatch):
+    """Points that are near each other only: blocks of 387 rows, and what they add to the columns."""
+    monkeypatch.setattr(nearby, "_LEAF", 129)
+    kernel, x = RBFKernel().requires_grad_(False), torch.rand(4500, 2, generator=torch.Generator().manual_seed(0))
+    kernel.lengthscale = 0.005
+    v = normal(len(x), columns).float()
+    found, tiled = (KernelMatrix.of(kernel, x, engine=engine).detach() @ v for engine in ("fused", "tiled"))
+    assert relative(found, tiled) < 1e-5
+
+
+@each("columns", [1, 6])
+def test_infinities_stay_in_their_column(columns):
+    x, v = points(515, dtype=torch.float32), normal(515, columns).float()
+    v[5, 0] = torch.inf
+    found, tiled = (KernelMatrix.of(make("rbf").float(), x, engine=e).detach() @ v for e in ("fused", "tiled"))
+    torch.testing.assert_close(found, tiled, rtol=1e-5, atol=1e-4)
+
+
+def test_sums_of_many_threads_fit_the_memory_budget(monkeypatch):
+    widths, summed = [], module._summed
+
+    def noted(plan, arrays, *rest):
+        widths.append(len(arrays[2]))
+        return summed(plan, arrays, *rest)
+
+    monkeypatch.setattr(module, "_summed", noted)
+    matrix = KernelMatrix.of(make("rbf").float(), points(300, dtype=torch.float32), engine="fused").detach()
+    v = normal(300, 20).float()
+    whole = matrix @ v
+    with sketchgp.settings.memory_budget(8 * 16 * 300 * torch.get_num_threads()):
+        assert torch.equal(matrix @ v, whole)
+    assert widths[-4:] == [20, 8, 8, 4]
 
 
 @each("name", SINGLE)

@@ -1002,9 +1002,15 @@ BREAKS = (
         "products in one pass add the last row several times where rows do not divide by those of a block",
     ),
     Break(
-        'columns = [(f"k + {k}", f"y{k}[j]", f"b{k}[j]") for k in range(GROUP)]',
-        'columns = [(f"k + {k}", f"y{k}[j]", f"b{k}[j]") for k in range(GROUP - 1)]',
+        'sides = [(f"k + {k}", f"y{k}[j]", f"b{k}[j]") for k in range(GROUP)]',
+        'sides = [(f"k + {k}", f"y{k}[j]", f"b{k}[j]") for k in range(GROUP - 1)]',
         FUSED,
         "products in one pass leave out one right-hand side of four",
+    ),
+    Break(
+        'lines += [f"                on{r} = keep != ZERO and i + {r} < last"]',
+        'lines += [f"                on{r} = keep != ZERO"]',
+        FUSED,
+        "mirrored sums in one pass count the last row several times",
     ),
 )

@@ -11,6 +11,7 @@ import torch
 from gpytorch.kernels import PeriodicKernel
 from torch import Tensor
 
+from ....settings import memory_budget
 from ...expression import Atom, Expression, Features, Prepared
 from ...nearby import nearby
 from ...pairs import Pairs
@@ -37,8 +38,8 @@ class Fused(Engine):
 
     Distances are sums of squared differences, so that far rows lose nothing.  Where x1 is x2, each pair is evaluated
     once and used twice.  Sums are in the dtype of the inputs for some hundred pairs, and in float64 beyond.  Up to 32
-    right-hand sides take one pass.  The functions are compiled by numba, 0.2 to 2 s for each kind: kernel, number of
-    features, one right-hand side or more, dtype.
+    right-hand sides take one pass, as far as the memory budget holds the sums of each thread.  The functions are
+    compiled by numba, 0.2 to 2 s for each kind: kernel, number of features, one right-hand side or more, dtype.
     """
 
     name = "fused"
@@ -134,12 +135,13 @@ def _product(pairs: Pairs, prepared: Prepared, rhs: Tensor) -> Tensor:
     kinds = tuple((profile.name, layout) for profile, layout in layouts)
     pieces = list(cut(pairs, _SHAPE, pairs.same))
     result = rhs.new_empty(pairs.shape[-2], rhs.shape[-1])
-    for some in spans(rhs.shape[-1], _WIDEST):
+    sums = memory_budget.value(pairs.device) // (16 * len(result) * torch.get_num_threads())  # that take half of it
+    for some in spans(rhs.shape[-1], min(_WIDEST, max(GROUP, sums))):
         v = rhs[:, some].mT
         vectors = torch.nn.functional.pad(v, (0, 0, 0, -len(v) % GROUP if len(v) > 1 else 0)).contiguous().numpy()
         plan = Plan(kinds, terms, len(v) == 1, pairs.same, right.dtype.name)
-        sums = _summed(plan, (left, right, vectors, vectors), numbers, pieces)[: len(v)]
-        result[:, some] = torch.from_numpy(sums).mT * (prepared.coefficients[0] if len(terms) == 1 else 1.0)
+        found = _summed(plan, (left, right, vectors, vectors), numbers, pieces)[: len(v)]
+        result[:, some] = torch.from_numpy(found).mT * (prepared.coefficients[0] if len(terms) == 1 else 1.0)
     return result
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from ...profiles import GAUSS, LAPLACE, LOG2E, RATIONAL_QUADRATIC, Profile
 
-_BYTES = 2048  # of the columns in a pass of the inner loop, whose buffer stays in the first-level cache
+_BYTES = 2048  # of one feature of the columns in a pass of the inner loop; kept entries stay in the first-level cache
 _SUMMED = 256  # rows after which sums of columns in float32 are added up in float64
 _ROWS = 4  # rows at a time
 GROUP = 4  # right-hand sides at a time, where entries are kept for all of them
@@ -71,9 +71,9 @@ class Plan:
         """Features of all atoms."""
         return sum(size for _, layout in self.atoms for size, _ in layout)
 
-    def buffer(self, columns: int) -> int:
+    def buffer(self, width: int) -> int:
         """Return how many numbers the buffer of a thread has: features, entries, right-hand sides and their sums."""
-        return self.stride * (self.features + (0 if self.single else _ROWS) + columns * (1 + self.both))
+        return self.stride * (self.features + (0 if self.single else _ROWS) + width * (1 + self.both))
 
     @property
     def stride(self) -> int:
@@ -167,10 +167,10 @@ def _horner(coefficients: np.ndarray) -> str:
 
 
 def _product(plan: Plan) -> str:
-    p, chunk, stride, t = plan.features, plan.chunk, plan.stride, "1" if plan.single else "t"
+    p, chunk, stride, width = plan.features, plan.chunk, plan.stride, "1" if plan.single else "t"
     rows = range(1 if plan.single and p <= _NARROW else _ROWS)
     kept, rhs = p * stride, (p + (0 if plan.single else _ROWS)) * stride  # first places in the buffer
-    back = f"{rhs} + {t} * {stride}"
+    back = f"{rhs} + {width} * {stride}"
     entries = [f"z{k} = buffer[{k * stride} + j]" for k in range(p)] + [text for r in rows for text in _entry(plan, r)]
     lines = [
         "def product(left, right, rhs, lhs, out, back, numbers, r0, r1, c0, c1, keep, buffer):",
@@ -179,7 +179,7 @@ def _product(plan: Plan) -> str:
     lines += [f"    f{i} = numbers[{i}]" for i in range(len(plan.terms))]
     lines += [f"    alpha{a} = numbers[{len(plan.terms) + a}]" for a in range(len(plan.atoms))]
     lines += [f"    for c in range(c0, c1, {chunk}):", f"        m = min({chunk}, c1 - c)"]
-    for source, count, first in (("right", p, 0), ("rhs", t, rhs)):
+    for source, count, first in (("right", p, 0), ("rhs", width, rhs)):
         lines += [
             f"        for k in range({count}):",
             f"            for j in range(m): buffer[{first} + k * {stride} + j] = {source}[k, c + j]",
@@ -187,28 +187,28 @@ def _product(plan: Plan) -> str:
         ]
     lines += [f"        for h in range(r0, r1, {_SUMMED}):", f"            last = min(h + {_SUMMED}, r1)"]
     if plan.both:
-        lines += [f"            for j in range({t} * {stride}): buffer[{back} + j] = ZERO"]
+        lines += [f"            for j in range({width} * {stride}): buffer[{back} + j] = ZERO"]
     lines += [f"            for i in range(h, last, {len(rows)}):"]
     for r in rows:
         lines += [f"                i{r} = min(i + {r}, last - 1)"]
         lines += [f"                a{k}_{r} = left[{k}, i{r}]" for k in range(p)]
-        if plan.both:  # a row beyond the last one counts 0 times
-            lines += [f"                on{r} = keep if i + {r} < last else ZERO"]
+        if plan.both:  # a row beyond the last one does not count
+            lines += [f"                on{r} = keep != ZERO and i + {r} < last"]
     if plan.single:
-        columns = [("0", f"buffer[{rhs} + j]", f"buffer[{rhs + stride} + j]")]
-        lines += _indented(4, _sums(plan, rows, columns, entries))
+        sides = [("0", f"buffer[{rhs} + j]", f"buffer[{rhs + stride} + j]")]
+        lines += _indented(4, _sums(plan, rows, sides, entries))
     else:
         again = [f"k{r} = buffer[{kept + r * stride} + j]" for r in rows]
         entries += [f"buffer[{kept + r * stride} + j] = k{r}" for r in rows]
-        columns = [(f"k + {k}", f"y{k}[j]", f"b{k}[j]") for k in range(GROUP)]
+        sides = [(f"k + {k}", f"y{k}[j]", f"b{k}[j]") for k in range(GROUP)]
         lines += _indented(4, [f"for j in range({chunk}):", *_indented(1, entries), f"for k in range(0, t, {GROUP}):"])
-        for k, (column, _, _) in enumerate(columns):  # of which the loops know that they do not overlap
-            lines += [f"                    y{k} = buffer[{rhs} + ({column}) * {stride}:]"]
-            lines += [f"                    b{k} = buffer[{back} + ({column}) * {stride}:]"] if plan.both else []
-        lines += _indented(5, _sums(plan, rows, columns, again))
+        for k, (side, _, _) in enumerate(sides):  # slices, so that the loops are vectorised though t is not known
+            lines += [f"                    y{k} = buffer[{rhs} + ({side}) * {stride}:]"]
+            lines += [f"                    b{k} = buffer[{back} + ({side}) * {stride}:]"] if plan.both else []
+        lines += _indented(5, _sums(plan, rows, sides, again))
     if plan.both:
         lines += [
-            f"            for k in range({t}):",
+            f"            for k in range({width}):",
             f"                for j in range(m): back[k, c + j] += buffer[{back} + k * {stride} + j]",
         ]
     return "\n".join(lines)
@@ -218,22 +218,24 @@ def _indented(levels: int, lines: list[str]) -> list[str]:
     return ["    " * levels + line for line in lines]
 
 
-def _sums(plan: Plan, rows: range, columns: list[tuple[str, str, str]], entries: list[str]) -> list[str]:
+def _sums(plan: Plan, rows: range, sides: list[tuple[str, str, str]], entries: list[str]) -> list[str]:
     """Return the lines that add up, for some rows, the products with some right-hand sides.
 
-    :param columns: of each the index, the number that an entry is multiplied by, and the sum of the transpose.
-    :param entries: what makes ``k`` of each row, done for both sums at once where entries are not kept.
+    :param sides: of each right-hand side its index, the number that an entry is multiplied by, and the mirrored sum.
+    :param entries: lines that set ``k`` of each row.  One right-hand side takes one loop for both sums; others take a
+        loop for each, over the kept entries.
     """
-    lines = [f"s{k}_{r} = ZERO" for r in rows for k in range(len(columns))]
+    lines = [f"s{k}_{r} = ZERO" for r in rows for k in range(len(sides))]
     if plan.both:
-        lines += [f"w{k}_{r} = lhs[{column}, i{r}] * on{r}" for r in rows for k, (column, _, _) in enumerate(columns)]
-    sums = [f"s{k}_{r} += k{r} * {y}" for r in rows for k, (_, y, _) in enumerate(columns)]
-    back = [f"{b} += " + " + ".join(f"k{r} * w{k}_{r}" for r in rows) for k, (_, _, b) in enumerate(columns)]
+        mirrored = [(r, k, side) for r in rows for k, (side, _, _) in enumerate(sides)]
+        lines += [f"w{k}_{r} = lhs[{side}, i{r}] * keep if on{r} else ZERO" for r, k, side in mirrored]
+    sums = [f"s{k}_{r} += k{r} * {y}" for r in rows for k, (_, y, _) in enumerate(sides)]
+    back = [f"{b} += " + " + ".join(f"k{r} * w{k}_{r}" for r in rows) for k, (_, _, b) in enumerate(sides)]
     parts = [sums] if not plan.both else [sums + back] if plan.single else [sums, back]
     for part in parts:
         lines += [f"for j in range({plan.chunk}):", *_indented(1, entries + part)]
     for r in rows:
-        own = [f"out[{column}, i{r}] += s{k}_{r}" for k, (column, _, _) in enumerate(columns)]
+        own = [f"out[{side}, i{r}] += s{k}_{r}" for k, (side, _, _) in enumerate(sides)]
         lines += [f"if i + {r} < last:", *_indented(1, own)]
     return lines
 
