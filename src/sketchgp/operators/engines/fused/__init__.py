@@ -24,7 +24,7 @@ from .source import GROUP, Layout, Plan, compiled, unit
 _SHAPE = (512, 2048)  # rows and columns that a call of a compiled function takes
 _WIDEST = 32  # right-hand sides in one pass, which is faster up to as many
 _MOST = 32  # features, beyond which tiles are several times as fast
-_PAYS = 12  # features up to which it is at least 1.3 times as fast as tiles
+_PAYS = 12  # features up to which it is at least 1.2 times as fast as tiles
 _GAINS = 20  # features up to which it is faster at all
 _CHEAP = (3, 8)  # features up to which it is faster than a stored matrix, with one right-hand side and with more
 _LEAST = 512  # columns, so that a pass is not mostly beyond the last one
