@@ -996,18 +996,6 @@ BREAKS = (
         "gradients of near points are half of what they are",
     ),
     Break(
-        'lines += [f"if i + {r} < last:", *_indented(1, own)]',
-        'lines += ["if True:", *_indented(1, own)]',
-        FUSED,
-        "products in one pass add the last row several times where rows do not divide by those of a block",
-    ),
-    Break(
-        'sides = [(f"k + {k}", f"y{k}[j]", f"b{k}[j]") for k in range(GROUP)]',
-        'sides = [(f"k + {k}", f"y{k}[j]", f"b{k}[j]") for k in range(GROUP - 1)]',
-        FUSED,
-        "products in one pass leave out one right-hand side of four",
-    ),
-    Break(
         'lines += [f"                on{r} = keep != ZERO and i + {r} < last"]',
         'lines += [f"                on{r} = keep != ZERO"]',
         FUSED,
