@@ -109,7 +109,7 @@ def groups(options: argparse.Namespace, directory: Any, results: dict[str, Any])
     cases += [(name, d, "float64") for name in MOST for d in FEATURES + MORE]
     for name, d, dtype in cases:
         wide = COLUMNS if name in MOST else ()
-        shapes = [(True, columns) for columns in (1, *wide)] + [(False, columns) for columns in (1, *wide)]
+        shapes = [(square, columns) for square in (True, False) for columns in (1, *wide)]
         tasks = [
             (f"{'square' if square else 'rectangular'}, {columns}", (square, columns)) for square, columns in shapes
         ]

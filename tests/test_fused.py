@@ -112,6 +112,7 @@ def test_sums_of_many_threads_fit_the_memory_budget(monkeypatch):
     with sketchgp.settings.memory_budget(8 * 16 * 300 * torch.get_num_threads()):
         assert torch.equal(matrix @ v, whole)
     assert widths[-4:] == [20, 8, 8, 4]
+    assert matrix.rows(torch.arange(0)).product(v).shape == (0, 20)
 
 
 @each("name", SINGLE)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import add, mul
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from gpytorch.kernels import PeriodicKernel
@@ -439,11 +439,10 @@ class RowProduct:
 
     def stored_block(self, indices: Tensor) -> Tensor | None:
         """Return ``K[indices, indices]`` in float64, as it is stored; None where some of K is not stored."""
-        matrices = [_stored(part) for _, part in self._terms]
-        if any(matrix is None for matrix in matrices):
+        stored = [(scale, matrix) for scale, part in self._terms if (matrix := _stored(part)) is not None]
+        if len(stored) < len(self._terms):
             return None
-        parts = zip(self._terms, cast("list[Tensor]", matrices), strict=True)
-        return reduce(add, (matrix[indices][:, indices].double() * scale for (scale, _), matrix in parts))
+        return reduce(add, (matrix[indices][:, indices].double() * scale for scale, matrix in stored))
 
     def _product(self, operator: LinearOperator, indices: Tensor, vectors: Tensor, columns_: Tensor | None) -> Tensor:
         stored = _stored(operator)

@@ -23,7 +23,7 @@ from .source import GROUP, Layout, Plan, compiled, unit
 
 _SHAPE = (512, 2048)  # rows and columns that a call of a compiled function takes
 _WIDEST = 32  # right-hand sides in one pass, which is faster up to as many
-_MOST = 32  # features, beyond which tiles are several times as fast
+_MOST = 32  # features, beyond which tiles are faster
 _PAYS = 12  # features up to which it is at least 1.2 times as fast as tiles
 _GAINS = 20  # features up to which it is faster at all
 _CHEAP = (3, 8)  # features up to which it is faster than a stored matrix, with one right-hand side and with more
@@ -135,13 +135,14 @@ def _product(pairs: Pairs, prepared: Prepared, rhs: Tensor) -> Tensor:
     kinds = tuple((profile.name, layout) for profile, layout in layouts)
     pieces = list(cut(pairs, _SHAPE, pairs.same))
     result = rhs.new_empty(pairs.shape[-2], rhs.shape[-1])
-    sums = memory_budget.value(pairs.device) // (16 * len(result) * torch.get_num_threads())  # that take half of it
-    for some in spans(rhs.shape[-1], min(_WIDEST, max(GROUP, sums))):
+    # right-hand sides whose sums, in float64 on each thread, take half of the memory budget
+    most = memory_budget.value(pairs.device) // (16 * max(1, len(result)) * torch.get_num_threads())
+    for some in spans(rhs.shape[-1], min(_WIDEST, max(GROUP, most))):
         v = rhs[:, some].mT
         vectors = torch.nn.functional.pad(v, (0, 0, 0, -len(v) % GROUP if len(v) > 1 else 0)).contiguous().numpy()
         plan = Plan(kinds, terms, len(v) == 1, pairs.same, right.dtype.name)
-        found = _summed(plan, (left, right, vectors, vectors), numbers, pieces)[: len(v)]
-        result[:, some] = torch.from_numpy(found).mT * (prepared.coefficients[0] if len(terms) == 1 else 1.0)
+        sums = _summed(plan, (left, right, vectors, vectors), numbers, pieces)[: len(v)]
+        result[:, some] = torch.from_numpy(sums).mT * (prepared.coefficients[0] if len(terms) == 1 else 1.0)
     return result
 
 

@@ -91,7 +91,8 @@ def compiled(plan: Plan) -> Callable[..., None]:
     """Return the function of a plan.
 
     It adds the products of rows ``r0 <= i < r1`` and columns ``c0 <= j < c1`` to ``out``, and where each pair counts
-    twice ``keep`` times those of the transpose to ``back``.  Features lie feature by feature, vectors column by column.
+    twice, and ``keep`` is not 0, those of the transpose to ``back``.  Features lie feature by feature, vectors column
+    by column.
     """
     import numba
 
@@ -228,7 +229,7 @@ def _sums(plan: Plan, rows: range, sides: list[tuple[str, str, str]], entries: l
     lines = [f"s{k}_{r} = ZERO" for r in rows for k in range(len(sides))]
     if plan.both:
         mirrored = [(r, k, side) for r in rows for k, (side, _, _) in enumerate(sides)]
-        lines += [f"w{k}_{r} = lhs[{side}, i{r}] * keep if on{r} else ZERO" for r, k, side in mirrored]
+        lines += [f"w{k}_{r} = lhs[{side}, i{r}] if on{r} else ZERO" for r, k, side in mirrored]
     sums = [f"s{k}_{r} += k{r} * {y}" for r in rows for k, (_, y, _) in enumerate(sides)]
     back = [f"{b} += " + " + ".join(f"k{r} * w{k}_{r}" for r in rows) for k, (_, _, b) in enumerate(sides)]
     parts = [sums] if not plan.both else [sums + back] if plan.single else [sums, back]
