@@ -32,7 +32,7 @@ ORDER = [
 # Scripts with their options, where one of the same name is not all that fills a JSON.
 RUNS = {name: [name] for name in ORDER} | {
     "testbed_defaults": ["testbed --defaults"],
-    "hyperparameters": ["hyperparameters --rows 4000", "hyperparameters"],
+    "hyperparameters": ["hyperparameters --rows 3000", "hyperparameters"],
     "variances": ["variances --large"],
     "taxi_million": ["taxi --million"],
     "matvec": [
@@ -62,7 +62,8 @@ def run(name: str, fresh: bool, more: list[str]) -> str:
     with log.open("w", encoding="utf-8") as output:
         for number, command in enumerate(RUNS[name]):
             script, *options = command.split()
-            anew = ["--fresh"] * (fresh and not number and script != "compiled")  # later runs add to the same file
+            whole = script in WHOLE  # has no results that could stay
+            anew = [] if whole or (fresh and number) else ["--fresh" if fresh else "--renew"]  # later runs add
             arguments = [sys.executable, str(Path(__file__).with_name(f"{script}.py")), *options, *anew]
             ended = subprocess.run([*arguments, *more], stdout=output, stderr=subprocess.STDOUT, check=False)
             if ended.returncode:
@@ -86,14 +87,13 @@ def main() -> None:
     done: list[tuple[str, str, str]] = []
     with contextlib.suppress(KeyboardInterrupt):
         for name in options.only:
-            kept = options.resume and state(name, folder) in ("current", "other code")
-            if kept and name in WHOLE:
+            if name in WHOLE and options.resume and state(name, folder) in ("current", "other code"):
                 continue
             if cores:
                 os.sched_setaffinity(0, cores[-CORES.get(name, 1) :])  # inherited by the script
             print(f"{name} ...", flush=True)
             begun = time.perf_counter()
-            outcome = run(name, not kept, ["--quick"] * options.quick)
+            outcome = run(name, not options.resume, ["--quick"] * options.quick)
             done.append((name, outcome, f"{time.perf_counter() - begun:,.0f}"))
             print(f"  {outcome}, {done[-1][2]} s", flush=True)
     print(table(["result", "outcome", "seconds"], done))

@@ -189,12 +189,18 @@ def sources() -> str:
     return f"{version}+{mark_of(Path(spec.origin).parent)}"
 
 
+def version(result: dict[str, Any]) -> str:
+    """The version of sketchgp that a result is of; "unknown" where it does not say."""
+    return result.get("sources", "unknown").split("+")[0]
+
+
 def measured_of(results: dict[str, Any]) -> set[str]:
-    """The ``sources`` of all results of a JSON; "unknown" stands for those of before there were such."""
+    """The ``sources`` of all results of a JSON but rivals'; "unknown" stands for those of before there were such."""
 
     def dated(value: Any) -> Iterator[str]:
         if isinstance(value, dict) and "date" in value:
-            yield value.get("sources", "unknown")
+            if "rival" not in value:
+                yield value.get("sources", "unknown")
         elif isinstance(value, (dict, list)):
             for inner in value.values() if isinstance(value, dict) else value:
                 yield from dated(inner)

@@ -62,6 +62,7 @@ FRACTION = 0.64
 SEEDS = (0, 1, 2)
 TIERS = (("sketchgp", "GPyTorch", "SGPR 1024"), ("dense", SAME), ("GPyTorch 50", *SHORT),
          ("GPyTorch 0.01", "SVGP 1024", "SGPR 512", "SVGP 512"))  # fmt: skip
+FEW = ("dense", SAME, *SHORT)  # methods with --rows alone
 
 OURS: dict[str, dict[str, Any]] = {
     "sketchgp": {}, SAME: {"start": "model"}, **{method: {"iterations": steps} for method, steps in SHORT.items()},
@@ -223,7 +224,7 @@ def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[G
     for seed in seeds:
         for tier in TIERS:
             for name in sets:
-                for method in tier:
+                for method in [method for method in tier if rows is not None or method not in FEW]:
                     task = {"name": name, "seed": seed, "rows": rows, "method": method, **common}
                     label = f"{name}, {'all' if rows is None else rows} rows, seed {seed}, {method}"
                     yield Group(("runs",), [(label, task)], needs=(name,))
@@ -266,6 +267,7 @@ BENCHMARK = Benchmark(
     report=report,
     say=say,
     alone=Path(__file__).resolve(),
+    rival=lambda task: task["options"] is None and task["method"] not in OURS,
     options=more,
     versions=("scipy",),
 )

@@ -10,7 +10,7 @@ import numpy as np
 from common import describe, number, table
 
 SAME = "sketchgp start=model"
-SHORT = {f"sketchgp iterations={steps}": steps for steps in (1, 2, 4, 8)}  # of fit
+SHORT = {f"sketchgp iterations={steps}": steps for steps in (1, 4)}  # of fit
 Runs = dict[tuple[str, int], dict[str, dict[str, Any]]]  # of one split, by set and training rows, and by method
 Cells = dict[tuple[str, int], dict[str, dict[int, dict[str, Any]]]]  # of all of them: then by seed
 METHODS = {

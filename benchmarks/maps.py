@@ -544,6 +544,7 @@ BENCHMARK = Benchmark(
     say=lambda run: f"RMSE {run['rmse']:.3f}, NLL {run['nll']:.3f}, {run['predict_cpu']:.0f} CPU s of predictions",
     alone=Path(__file__).resolve(),
     failures=True,
+    rival=lambda task: task["method"] != OURS,
     versions=("gpboost",),
 )
 

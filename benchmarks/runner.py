@@ -31,6 +31,7 @@ from common import (
     read_json,
     results_directory,
     sources,
+    version,
     write_json,
 )
 from measure import in_new_process
@@ -81,6 +82,7 @@ class Benchmark:
     :ivar alone: the script for which each task runs in a process of its own; of a task that is a dictionary with
         ``"limit"``, for so many seconds at most.
     :ivar failures: whether that something failed is a result too, which is not tried again.
+    :ivar rival: what to measure -> whether other packages alone do it, so that its result outlives versions of ours.
     :ivar what: the key without which there is nothing to report.
     :ivar options: adds options to those that every benchmark has.
     :ivar versions: packages whose versions matter beside the usual ones; :ivar head: more that stands in the JSON.
@@ -99,6 +101,7 @@ class Benchmark:
     say: Callable[[dict[str, Any]], str] = lambda run: ""
     alone: Path | None = None
     failures: bool = False
+    rival: Callable[[Any], bool] = lambda what: False
     what: str = "runs"
     options: Callable[[argparse.ArgumentParser], Any] = lambda parser: None
     versions: tuple[str, ...] = ()
@@ -112,6 +115,7 @@ class Benchmark:
         parser = arguments(self.doc, self.quick)
         parser.add_argument("--only", nargs="*", default=[], help="only what has each of these words in its label")
         parser.add_argument("--task", nargs=2, help=argparse.SUPPRESS)
+        parser.add_argument("--renew", action="store_true", help="measure anew what is of another version")
         self.options(parser)
         return parser.parse_args(given)
 
@@ -136,8 +140,12 @@ class Benchmark:
     def _measure(self, options: argparse.Namespace, path: Path, old: dict[str, Any]) -> dict[str, Any]:
         directory = data_directory(options.data) if self.reads_data(options) else Path()
         problem = plain(self.problem(options))
+        if options.renew and old.get("problem") != problem:
+            old = {}
         _agree(path, old.get("problem", problem), problem)
         results = {**old, "machine": machine(*self.versions), "problem": problem, **self.head}
+        if options.renew:
+            self._forget(list(self.groups(options, directory, results)), results, old.get("machine", {}))
         with tqdm(disable=None, unit="run", desc=self.name) as bar:
             try:
                 with _stopping():
@@ -151,6 +159,19 @@ class Benchmark:
             results["machine"] = old["machine"]  # that of the results
         write_json(path, results)
         return results
+
+    def _forget(self, groups: list[Group], results: dict[str, Any], before: dict[str, Any]) -> None:
+        """Leave out results of other versions of this package; of rivals, those of other versions of theirs."""
+        present = _others(results["machine"])
+        for keys, what in [labelled for group in groups for labelled in group.labelled()]:
+            found = find(results, keys)
+            if found is not None and self.rival(what):
+                others = found.setdefault("rival", _others(before))
+                old = any(present.get(name) not in (None, version) for name, version in others.items())
+            else:
+                old = found is not None and version(found) != version(results["machine"])
+            if old:
+                remove(results, keys)
 
     def _run(
         self, group: Group, options: argparse.Namespace, directory: Path, path: Path, results: dict[str, Any], bar: Any
@@ -180,7 +201,8 @@ class Benchmark:
                     continue
             if beside_results := {**group.same, **group.facts, **group.about(loaded)}:
                 container(results, group.at).update(beside_results)
-            put(results, keys, {**run, "date": now(), "sources": sources(), "load_before": before})
+            stamp = {"rival": _others(results["machine"])} if self.rival(what) else {}
+            put(results, keys, {**run, **stamp, "date": now(), "sources": sources(), "load_before": before})
             measured += 1
             write_json(path, results)
             if "failed" not in run:
@@ -192,6 +214,11 @@ class Benchmark:
     def _alone(self, what: Any, directory: Path) -> dict[str, Any]:
         assert self.alone is not None
         return in_new_process(self.alone, what, directory, what.get("limit") if isinstance(what, dict) else None)
+
+
+def _others(machine: dict[str, Any]) -> dict[str, str]:
+    """Known versions of packages beside this one."""
+    return {name: known for name, known in machine["versions"].items() if known and name != "sketchgp"}
 
 
 def _agree(path: Path, earlier: dict[str, Any], present: dict[str, Any]) -> None:
@@ -234,6 +261,17 @@ def put(results: dict[str, Any], keys: tuple[Key, ...], value: dict[str, Any]) -
         holder[last] = value
     else:
         holder.append(value if isinstance(last, int) else {**last, **value})
+
+
+def remove(results: Any, keys: tuple[Key, ...]) -> None:
+    """Take a result out; of those that are counted, all after it too."""
+    holder, last = find(results, keys[:-1]) if keys[:-1] else results, keys[-1]
+    if isinstance(last, str):
+        del holder[last]
+    elif isinstance(last, int):
+        del holder[last:]
+    else:
+        holder.remove(find(holder, (last,)))
 
 
 def words_of(keys: tuple[Key, ...]) -> str:

@@ -296,6 +296,7 @@ BENCHMARK = Benchmark(
     say=lambda run: f"RMSE {run['rmse']:.3f}, {_total(run):.0f} CPU s",
     alone=Path(__file__).resolve(),
     failures=True,
+    rival=lambda task: not task["method"].startswith("sketchgp"),
     versions=("scikit-learn", "lightgbm", "catboost", "xrfm", "numba"),
 )
 

@@ -102,6 +102,7 @@ def run(module, directory, tmp_path, monkeypatch):
         perform=perform,
         report=lambda results: f"{len(results['sets'])} sets",
         what="sets",
+        rival=lambda number: number in run.rivals,
     )
 
     def run(*options):
@@ -109,7 +110,7 @@ def run(module, directory, tmp_path, monkeypatch):
         benchmark.main(["--data", str(directory), "--out", str(tmp_path), *options])
         return json.loads((tmp_path / "nine.json").read_text())
 
-    run.at, run.fails, run.size, run.done = None, None, 7, []
+    run.at, run.fails, run.size, run.rivals, run.done = None, None, 7, set(), []
     return run
 
 
@@ -147,6 +148,39 @@ def test_results_say_what_they_were_measured_of(run, module, monkeypatch):
     assert common.measured_of({"machine": {"date": ""}, "cases": [3]}) == {"unknown"}
 
 
+def test_results_of_another_version_are_renewed(run, module, monkeypatch):
+    """Those of rivals only where a package beside this one has another version."""
+    common, runner = module("common"), module("runner")
+
+    def of(mark, torch_version):
+        monkeypatch.setattr(runner, "sources", lambda: mark)
+        made = {"date": "", "sources": mark, "versions": {"torch": torch_version, "sketchgp": mark, "absent": None}}
+        monkeypatch.setattr(runner, "machine", lambda *names: made)
+
+    there = [("there", number) for number in (1, 2, 3, 4)]
+    of("1+aa", "2.0")
+    run("--only", "there", "list")
+    of("2+bb", "2.0")
+    run("--only", "there", "plain")
+    found = run("--renew", "--only", "there")
+    assert run.done == [(None, 0), "load there", *there[1:]]  # but what is of this version
+    assert common.measured_of(found) == {"2+bb"} and len(found["sets"]["there"]["runs"]["list"]) == 2
+    of("2+cc", "2.0")
+    run("--renew", "--only", "there")
+    assert run.done == []  # other code of the same version
+    run.rivals = {1, 4}
+    of("3+dd", "2.0")
+    found = run("--renew", "--only", "there")
+    assert run.done == [(None, 0), "load there", *there[1:3]]
+    assert common.measured_of(found) == {"3+dd"}
+    assert found["sets"]["there"]["runs"]["plain"]["rival"] == {"torch": "2.0"}
+    of("3+dd", "2.1")
+    run("--renew", "--only", "there")
+    assert run.done == ["load there", there[0], there[3]]
+    run("--renew", "--quick", "--only", "there", "counted")  # other parameters
+    assert run.done == [(None, 0), "load there", there[3]]
+
+
 def test_a_mark_is_of_code_alone(module, tmp_path):
     def mark(text):
         (tmp_path / "one.py").write_text(text)
@@ -182,7 +216,7 @@ def test_all_benchmarks_are_run_by_one_script(module, tmp_path, monkeypatch, cap
 
     def start(arguments, **options):
         started.append([Path(arguments[1]).stem, *arguments[2:]])
-        return SimpleNamespace(returncode=int(started[-1] == ["hyperparameters"]))
+        return SimpleNamespace(returncode=int(started[-1][:2] == ["hyperparameters", "--rows"]))
 
     monkeypatch.setattr(everything, "RESULTS", tmp_path)
     monkeypatch.setattr(everything, "subprocess", SimpleNamespace(run=start, STDOUT=None))
@@ -196,8 +230,14 @@ def test_all_benchmarks_are_run_by_one_script(module, tmp_path, monkeypatch, cap
     with pytest.raises(SystemExit) as ended:
         everything.main()
     assert ended.value.code
-    anew = [["fused", "--fresh"], ["hyperparameters", "--rows", "4000", "--fresh"], ["hyperparameters"]]
-    assert started == [["maps"], *anew, ["lean", "--fresh"]]
+    both = [["hyperparameters", "--rows", "3000", "--renew"]]
+    assert started == [["maps", "--renew"], ["fused", "--renew"], *both, ["lean", "--renew"]]
+    started.clear()
+    monkeypatch.setattr(sys, "argv", [command[0], "--only", "properties", "hyperparameters", "matvec"])
+    with pytest.raises(SystemExit):
+        everything.main()
+    assert started[:2] == [["properties"], ["hyperparameters", "--rows", "3000", "--fresh"]]
+    assert [one[-1] for one in started[2:]] == ["--fresh", "matern52", "--memory"]
     assert "| hyperparameters | failed (1)" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", [command[0], "--list", *command[2:]])
     everything.main()
