@@ -27,7 +27,6 @@ OLD = {
     "ablation",
     "acceleration",
     "augmentation",
-    "centers",
     "doubly_stochastic",
     "eigenpro",
     "faults",
@@ -38,7 +37,6 @@ OLD = {
     "properties",
     "scaling",
     "tables",
-    "testbed",
     "variances",
 }
 
