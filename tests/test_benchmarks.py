@@ -26,7 +26,6 @@ UNMEASURED = ("device", "paired")  # one needs a GPU, the other two checkouts; r
 OLD = {
     "ablation",
     "acceleration",
-    "augmentation",
     "doubly_stochastic",
     "eigenpro",
     "faults",
