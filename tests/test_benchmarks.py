@@ -31,7 +31,6 @@ OLD = {
     "faults",
     "hyperparameters",
     "inducing",
-    "maps",
     "paper_figures",
     "properties",
     "scaling",
