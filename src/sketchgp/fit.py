@@ -59,8 +59,9 @@ def fit(
     :param seed: seed of the probe vectors, the samples and the subset.
     :param tol: the loss has settled when ten steps of L-BFGS together improved it by less (four after a subset, three
         where it is estimated), or the mean of five steps of Adam over the five before.  After a subset it has settled,
-        too, when the steps to come promise less, by the curvature or by how the last ones have shrunk.  So has an
-        estimated loss at an improvement below half its standard error, unless ``tol`` is 0 or less.
+        too, when the steps to come promise less, by the curvature or, where the loss is not exact, by how the last ones
+        have shrunk.  So has an estimated loss at an improvement below half its standard error, unless ``tol`` is 0 or
+        less.
     :param progress: show a progress bar (default: in a terminal or notebook).
     :param callback: called with step and loss, in each fit; returning True ends the fit, as Ctrl-C does.  Where several
         ranks work together (:func:`sketchgp.distributed.sharded`), rank 0 decides.

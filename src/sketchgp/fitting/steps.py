@@ -40,6 +40,7 @@ class Steps:
     :ivar changed: whether losses are by float64 products now, and were not at the first step.
     :ivar dearest: a run ends where an evaluation takes more products with the kernel matrix.
     :ivar longest: the most steps of a run.
+    :ivar thorough: whether losses are exact and the stage is the last.
     """
 
     def __init__(self, stage: Any, bar: Any, callback: Callable[[int, float], Any] | None, began: float) -> None:
@@ -51,7 +52,7 @@ class Steps:
         self._probes: list[tuple[Tensor, ...]] = []  # of each step
         self._since: list[Evaluation] = []  # evaluations since the last step: those of a line search
         self._doubled: float | None = None  # at the first one
-        self.changed, self.dearest = False, math.inf
+        self.changed, self.dearest, self.thorough = False, math.inf, stage.full and stage.objective.exact
 
     def count(self, evaluation: Evaluation) -> None:
         """Count an evaluation, those of a line search among them."""
@@ -115,9 +116,12 @@ class Steps:
 
     @property
     def ahead(self) -> float:
-        """Improvement of the last step or of all to come, by a geometric series through the last three: the larger."""
+        """Improvement of the last step or of all to come, by a geometric series through the last three: the larger.
+
+        Infinite for the exact losses of a last stage: they cost little, and often fall again after a few short steps.
+        """
         losses = self.history.losses[self.first :]
-        if len(losses) < 4:
+        if len(losses) < 4 or self.thorough:
             return math.inf
         first, second, last = (before - after for before, after in pairwise(losses[-4:]))
         ratio = max(second / first, last / second) if min(first, second) > 0 else math.inf
