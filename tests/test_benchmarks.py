@@ -34,7 +34,6 @@ OLD = {
     "paper_figures",
     "properties",
     "scaling",
-    "variances",
 }
 
 
