@@ -116,14 +116,17 @@ def test_a_step_that_promises_little_settles_a_loss() -> None:
 )
 def test_steps_that_shrink_fast_settle_a_loss(gains: list[float], settled: bool) -> None:
     """After a subset: all steps to come, as a geometric series, bring less than the tolerance.  Where the curvature
-    promises many times as much, it is believed; a first step tells nothing."""
+    promises many times as much, it is believed, as it is where losses cost little; a first step tells nothing."""
     search, steps = object.__new__(_Search), object.__new__(Steps)
     search.point = SimpleNamespace(vector=np.zeros(1), gradient=np.array([0.05]))
     search.variables, search.steps = SimpleNamespace(lower=-np.ones(1), upper=np.ones(1)), steps
     steps.history = SimpleNamespace(losses=[9.0, *(9.0 - 1e-4 * np.cumsum(gains))], reason="")
-    steps.first, steps.tol = 0, 1e-4
+    steps.first, steps.tol, steps.thorough = 0, 1e-4, False
     assert search.settled(InverseHessian(1.0, [])) == settled
     assert not search.settled(InverseHessian(2.0, []))
+    steps.thorough = True
+    assert not search.settled(InverseHessian(1.0, []))
+    steps.thorough = False
     steps.first = 1
     assert not search.settled(InverseHessian(1.0, []))
 
