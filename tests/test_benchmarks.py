@@ -29,7 +29,6 @@ OLD = {
     "doubly_stochastic",
     "eigenpro",
     "faults",
-    "hyperparameters",
     "inducing",
     "paper_figures",
     "properties",
