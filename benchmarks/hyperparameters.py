@@ -216,9 +216,10 @@ def problem(options: Any) -> dict[str, Any]:
 
 
 def tried(method: str, seed: int, rows: int | None) -> bool:
-    """Return False for the dense fit and variants of ours on all rows; for the latter, on later splits too."""
-    variant = method in OURS and method != "sketchgp"
-    return (rows is not None or not (variant or method == "dense")) and (seed == SEEDS[0] or not variant)
+    """Return whether a method is run: variants of ours and the dense fit with --rows, the former on the first split."""
+    if method in OURS and method != "sketchgp":
+        return rows is not None and seed == SEEDS[0]
+    return rows is not None or method != "dense"
 
 
 def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[Group]:

@@ -167,7 +167,7 @@ class Benchmark:
             found = find(results, keys)
             if found is not None and self.rival(what):
                 others = found.setdefault("rival", _others(before))
-                old = any(present.get(name) not in (None, version) for name, version in others.items())
+                old = any(present.get(name) not in (None, known) for name, known in others.items())
             else:
                 old = found is not None and version(found) != version(results["machine"])
             if old:
@@ -265,7 +265,7 @@ def put(results: dict[str, Any], keys: tuple[Key, ...], value: dict[str, Any]) -
 
 def remove(results: Any, keys: tuple[Key, ...]) -> None:
     """Take a result out; of those that are counted, all after it too."""
-    holder, last = find(results, keys[:-1]) if keys[:-1] else results, keys[-1]
+    holder, last = find(results, keys[:-1]), keys[-1]
     if isinstance(last, str):
         del holder[last]
     elif isinstance(last, int):
