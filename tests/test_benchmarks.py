@@ -28,7 +28,6 @@ OLD = {
     "acceleration",
     "doubly_stochastic",
     "faults",
-    "paper_figures",
     "properties",
     "scaling",
 }
