@@ -24,11 +24,8 @@ NAMES = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "BENCHMARK = " i
 UNMEASURED = ("device", "paired")  # one needs a GPU, the other two checkouts; results they have are looked at too
 # Results of earlier versions, to be measured again: whoever does so takes the name out; a new version puts all in.
 OLD = {
-    "ablation",
     "acceleration",
-    "doubly_stochastic",
     "faults",
-    "properties",
     "scaling",
 }
 
