@@ -25,7 +25,6 @@ UNMEASURED = ("device", "paired")  # one needs a GPU, the other two checkouts; r
 # Results of earlier versions, to be measured again: whoever does so takes the name out; a new version puts all in.
 OLD = {
     "acceleration",
-    "faults",
     "scaling",
 }
 
