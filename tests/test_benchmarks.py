@@ -23,10 +23,7 @@ PAGES = BENCHMARKS.parent / "docs"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "BENCHMARK = " in path.read_text(encoding="utf-8"))
 UNMEASURED = ("device", "paired")  # one needs a GPU, the other two checkouts; results they have are looked at too
 # Results of earlier versions, to be measured again: whoever does so takes the name out; a new version puts all in.
-OLD = {
-    "acceleration",
-    "scaling",
-}
+OLD: set[str] = set()
 
 
 @pytest.fixture(autouse=True)
