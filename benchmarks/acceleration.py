@@ -6,7 +6,7 @@ from the weights themselves; between two of these values the crossing of a toler
 logarithm).  The promise to check: at most 1.2 times the passes of the best of version 1, version 2 with mu = noise (the
 authors' rule) and no acceleration at all.
 
-    python benchmarks/acceleration.py --data DIRECTORY            # half an hour on two cores; resumes
+    python benchmarks/acceleration.py --data DIRECTORY            # three quarters of an hour on one core; resumes
     python benchmarks/acceleration.py --data DIRECTORY --quick    # three problems, n = 1000, one seed
     python benchmarks/acceleration.py --report                    # table and picture again, nothing measured
 """

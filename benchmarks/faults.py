@@ -39,6 +39,7 @@ from sketchgp import tensor_file
 from sketchgp.distributed import sharded
 
 RANKS, OTHERS, KILLS, FEATURES, EVERY, SEED = 2, (1, 3), 5, 4, 0.1, 0
+# So many that set-up is short beside the steps, and most kills find a checkpoint.
 ROWS = {"ConjugateGradients": 1500, "ASkotch": 3000, "EigenPro4": 40_000, "fit": 3000}
 LIMIT = 1200  # seconds that one launch may take
 HERE = Path(__file__).resolve()

@@ -5,7 +5,7 @@ Problem (Diaz, Epperly, Frangella, Tropp and Webber, arXiv:2304.12465, section 3
 all), inputs standardised, squared exponential kernel with bandwidth 3, mu / N = 1e-7, k = sqrt(N) and N / 10 inducing
 points drawn uniformly, 100 iterations, relative residual of the normal equations 1e-4.  Everything in float64.
 
-    python benchmarks/inducing.py --data DIRECTORY            # an hour on two cores; resumes
+    python benchmarks/inducing.py --data DIRECTORY            # half an hour on one core; resumes
     python benchmarks/inducing.py --data DIRECTORY --quick    # three sets, N = 1500
     python benchmarks/inducing.py --report                    # tables and pictures again, nothing measured
 """

@@ -6,7 +6,7 @@ HIGGS, which stands in for SUSY (8).  Of the ASkotch paper (arXiv:2407.10070) it
 and 8).  Of EigenPro 3 (arXiv:2302.02605) rows and points (1, 2, and EigenPro 2 of 5).  Of EigenPro 4 one
 projection a batch and one in eleven (3, 5), with the settings of the papers.
 
-    python benchmarks/paper_figures.py --data DIRECTORY            # an hour on one core; resumes
+    python benchmarks/paper_figures.py --data DIRECTORY            # 40 minutes on one core; resumes
     python benchmarks/paper_figures.py --data DIRECTORY --quick    # each small
     python benchmarks/paper_figures.py --report                    # the tables again, nothing measured
 """

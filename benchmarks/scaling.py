@@ -6,7 +6,7 @@ scaling as many pairs of rows for each process.  The bytes that a rank says it s
 what the loopback interface counted meanwhile, on a Linux machine where nothing else uses it.  Inputs are normal
 numbers, 8 features, Matern-3/2, float32; work is fixed: so many iterations or passes, whatever they reach.
 
-    python benchmarks/scaling.py            # half an hour on two cores that nothing else uses; resumes
+    python benchmarks/scaling.py            # ten minutes on two cores that nothing else uses; resumes
     python benchmarks/scaling.py --quick    # 2,000 rows, one turn: whether it runs
     python benchmarks/scaling.py --report   # the table again, nothing measured
 """
