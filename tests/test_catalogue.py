@@ -253,6 +253,10 @@ def _failed_mean(patch: MONKEY) -> Any:
         return sketchgp.predict(model.eval(), model.train_inputs[0], variance=None)
 
 
+def _coverage(patch):
+    GaussianProcessRegressor(_kernel(), alpha=1e-4, tuning_rows=20).fit(points(300).numpy(), normal(300).numpy())
+
+
 RAISED: dict[str, Callable[[MONKEY], Any]] = {
     "nan": _nan,
     "not-definite": lambda patch: _solve(sketchgp.Cholesky(), noise=1e-30, kernel=_kernel(10.0)),
@@ -277,6 +281,7 @@ RAISED: dict[str, Callable[[MONKEY], Any]] = {
     "product-of-covariances": _product,
     "lengthscales": lambda patch: sketchgp.fit(_gp(1e-6), start="model", iterations=1),
     "constant-targets": lambda patch: GaussianProcessRegressor().fit(torch.rand(5, 2).numpy(), [3.0] * 5),
+    "coverage": _coverage,
     "interrupted": _interrupted,
     "fit-memory": _fit_memory,
     "checkpoint": _checkpoint,

@@ -12,14 +12,14 @@ from pathlib import Path
 from test_floors import SOURCE, imports
 
 LIMITS = {
-    "lines of code": 23_288,
+    "lines of code": 23_309,
     "files": 198,
     "subclasses of LinearOperator": 6,
-    "context variables": 8,
+    "context variables": 7,
     "private names of others": 30,
-    "files outside distributed/ that import it": 15,
-    "functions of more than 60 lines": 4,
-    "docstrings that do not begin with a verb or a noun": 20,
+    "files outside distributed/ that import it": 8,
+    "functions of more than 60 lines": 0,
+    "docstrings that do not begin with a verb or a noun": 0,
     "circles of imports": 0,
 }
 FRAGMENT = re.compile(r"(Of|What|Whether|Those|The same|As|By|In|With|How)\b")

@@ -212,6 +212,22 @@ def test_arguments_that_do_not_fit(kind: Any, options: dict[str, Any]) -> None:
         kind(**options).fit(x, y > 3 if kind is KernelClassifier else y)
 
 
+def test_intervals_are_compared_with_rows_not_tuned_on() -> None:
+    """A noise given a hundred times too small warns; one that is learned, or right in each row, does not."""
+    x, y = data(900)
+    kernel = rbf().requires_grad_(False)  # which could explain noise by a short lengthscale
+    some = {"tuning_rows": 100, "random_state": 0}
+    for alpha in (None, 0.01, np.full(900, 0.01)):
+        assert 0.92 < GaussianProcessRegressor(kernel, alpha=alpha, **some).fit(x, y).coverage_ < 0.98
+    for alpha in (1e-4, np.full(900, 1e-4)):
+        with pytest.warns(UserWarning, match=r"95% intervals cover .* of 800 rows .*troubleshooting: coverage"):
+            model = GaussianProcessRegressor(kernel, alpha=alpha, **some).fit(x, y)
+        assert model.coverage_ < 0.8
+    for rows in (800, None):  # too few others, and none
+        model = GaussianProcessRegressor(kernel, alpha=1e-4, tuning_rows=rows, random_state=0).fit(x, y)
+        assert model.coverage_ is None
+
+
 @pytest.mark.filterwarnings("ignore:GaussianProcessRegressor. all targets")
 @pytest.mark.parametrize("value", [3.0, 0.0, 0.1, -1e-9, 1e9])
 @pytest.mark.parametrize("n", [1, 60])

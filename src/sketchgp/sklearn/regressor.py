@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
@@ -46,6 +47,7 @@ _LEAST_NOISE = 1e-5  # over the variance of the targets, as scikit-learn's White
 _NOISE = 0.1  # the same, to begin with
 _ROUNDING = 4 * np.finfo(np.float64).eps  # deviation over the largest target, up to which targets are constant
 _JOINT = 1000  # points up to which samples are drawn from their joint distribution
+_UNSEEN = 200, 1000  # least and most rows that intervals are checked on after tuning
 
 
 class _Exact(gpytorch.models.ExactGP):
@@ -57,6 +59,21 @@ class _Exact(gpytorch.models.ExactGP):
 
     def forward(self, x: Tensor) -> MultivariateNormal:
         return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+def _coverage(model: Any, x: Tensor, y: Tensor, noise: Tensor) -> float:
+    """Return the share of new rows that 95% intervals of a model cover; warn where it is too small."""
+    found = predict(model, x, progress=False)
+    assert found.variance is not None
+    inside = (found.mean - y).abs() <= 1.96 * (found.variance + noise).sqrt()
+    share = float(inside.double().mean())
+    if share < 0.95 - 4 * math.sqrt(0.95 * 0.05 / len(y)):  # four standard errors
+        warn(
+            f"{_OWNER}: 95% intervals cover {100 * share:.1f}% of {len(y):,} rows that were not tuned on, so "
+            "deviations may be too small. Tune on more rows (tuning_rows), or try another kernel.",
+            see="coverage",
+        )
+    return share
 
 
 @dataclass(eq=False, repr=False)
@@ -80,7 +97,7 @@ class GaussianProcessRegressor(Estimator, RegressorMixin, BaseEstimator):
     :param normalize_y: take the mean off the targets and divide them by their deviation.
     :param method: ``"exact"``, ``"inducing"``, or ``"auto"``: exact up to 20,000 rows (CUDA: 100,000) while a
         preconditioner fits in memory.
-    :param n_inducing: how many inducing points, by k-means; None is ``5 n^1/2``, from 500 to 5,000, as memory allows.
+    :param n_inducing: how many inducing points, by k-means; None is ``10 n^1/2``, from 500 to 5,000, as memory allows.
         A number makes ``method="auto"`` take them.
     :param solver: of the mean, as :func:`sketchgp.accelerate` or :class:`sketchgp.InducingPointGP` takes it; ``"auto"``
         factorizes up to 2,000 rows.
@@ -97,6 +114,8 @@ class GaussianProcessRegressor(Estimator, RegressorMixin, BaseEstimator):
         are the same, of which nothing can be learned.
     :ivar method_: ``"exact"`` or ``"inducing"``.
     :ivar choice_: a sentence on the method and the rows tuned on.
+    :ivar coverage_: share of up to 1,000 random rows that 95% intervals cover, where neither tuning nor these intervals
+        saw the rows; None where fewer than 200 rows are left.  A share well below 0.95 warns.
     :ivar n_features_in_: d; ``feature_names_in_``: names of a pandas table's columns.
     """
 
@@ -141,9 +160,11 @@ class GaussianProcessRegressor(Estimator, RegressorMixin, BaseEstimator):
                 see="constant-targets",
             )
         self.history_, self.method_, self.choice_ = None, chosen.method, chosen.why
+        self.coverage_: float | None = None
         noise, rows = self._given_noise(len(x)), None
         if tuned and most is not None and len(x) > most:
-            rows = torch.randperm(len(x), generator=generator(seed, "rows of an estimator"))[:most].to(x.device)
+            order = torch.randperm(len(x), generator=generator(seed, "rows of an estimator")).to(x.device)
+            rows, unseen = order[:most], order[most : most + _UNSEEN[1]]
             self.choice_ += f"; hyperparameters tuned on {most:,} random rows"
         if self.verbose:
             print(f"{_OWNER}: {self.choice_}")
@@ -152,6 +173,9 @@ class GaussianProcessRegressor(Estimator, RegressorMixin, BaseEstimator):
             some = likelihood if noise is None or noise.ndim == 0 else self._likelihood(noise[rows.cpu()], x, size)
             part = accelerate(_Exact(x[rows], targets[rows], some, mean, kernel))
             self.history_ = self._tuned(part, seed)
+            if len(unseen) >= _UNSEEN[0]:
+                new = likelihood if some is likelihood else self._likelihood(noise[unseen.cpu()], x, size)
+                self.coverage_ = _coverage(part.eval(), x[unseen], targets[unseen], new.noise)
         model: Any
         if chosen.method == "exact":
             direct = isinstance(self.solver, str) and self.solver == "auto" and len(x) <= DIRECT
