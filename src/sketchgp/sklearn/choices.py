@@ -28,7 +28,7 @@ METHODS = ("auto", "exact", "inducing")
 TYPES = [np.float64, np.float32]  # of inputs; others are converted to the first
 DIRECT = 2000  # rows up to which a factorization is the fastest
 _EXACT = {"cpu": 20_000, "cuda": 100_000}  # rows that are solved for exactly by default
-_LEAST, _MOST = 500, 5000  # inducing points by default: 5 n^1/2 between these, and what memory holds
+_LEAST, _MOST = 500, 5000  # inducing points by default: 10 n^1/2 between these, and what memory holds
 _BYTES = 100  # times m^2
 _KIND = f"a gpytorch kernel or one of {', '.join(map(repr, BY_NAME))}"
 
@@ -96,7 +96,7 @@ def choose(owner: str, method: Any, n_inducing: Any, n: int, device: torch.devic
     points = asked
     if points is None:
         fits = math.isqrt(available_memory(device) // 2 // _BYTES)
-        points = max(1, min(max(_LEAST, min(_MOST, math.ceil(5 * math.sqrt(n)))), fits))
+        points = max(1, min(max(_LEAST, min(_MOST, math.ceil(10 * math.sqrt(n)))), fits))
     points = min(points, n)
     return Chosen(method, points, f"{points:,} inducing points: {why}")
 

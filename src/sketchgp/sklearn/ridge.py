@@ -79,7 +79,7 @@ class KernelRidge(Ridge, MultiOutputMixin, RegressorMixin, BaseEstimator):
         others have the lengthscale ``(2 gamma)^-1/2`` that the first has.  None is 1 / d.
     :param method: ``"exact"``, ``"inducing"``, or ``"auto"``: exact up to 20,000 rows (CUDA: 100,000) while a
         preconditioner fits in memory.
-    :param n_inducing: how many inducing points, by k-means; None is ``5 n^1/2``, from 500 to 5,000, as memory allows.
+    :param n_inducing: how many inducing points, by k-means; None is ``10 n^1/2``, from 500 to 5,000, as memory allows.
         A number makes ``method="auto"`` take them.
     :param solver: ``"auto"``, or a solver of :class:`sketchgp.FullProblem` or :class:`sketchgp.InducingPointProblem`.
     :param device: where to compute, such as ``"cuda"``; None is the CPU.
