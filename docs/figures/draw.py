@@ -45,21 +45,19 @@ def decision() -> None:
             "The exact posterior of all rows: sketchgp.accelerate(model)",
             [
                 (2, 2.9, "grey", "Cholesky\n(GPyTorch)"),
-                (2.9, 5, "blue", "conjugate gradients,\nRPCholesky: n·r numbers"),
-                (5, 6.5, "cyan", "ASkotch:\nn + b² numbers"),
+                (2.9, 5, "blue", "conjugate gradients:\norder n·r memory"),
+                (5, 6.5, "cyan", "ASkotch:\norder n + b²"),
             ],
         ),
         (
             "A model on m points: sketchgp.InducingPointGP(...)",
             [
-                (3, 5, "green", "m ≤ 1,000:\nQR"),
-                (5, 6.5, "green", "m² fits:\nKRILL"),
-                (6.5, 8, "yellow", "m² does not:\nNyström PCG"),
+                (3, 8, "green", "QR up to m = 1,000; KRILL while its m × m matrices fit;\nNyström PCG beyond"),
             ],
         ),
         (
-            "Data that do not fit, read in batches",
-            [(4, 8, "yellow", "EigenPro4 on m points, or RandomFeatureGP")],
+            "Data that do not fit in memory",
+            [(4, 8, "yellow", "EigenPro4 on batches; any solver on FullProblem or\nInducingPointProblem over a table on disk")],
         ),
         (
             "Classes with probabilities, streams without end",
