@@ -57,7 +57,14 @@ def decision() -> None:
         ),
         (
             "Data that do not fit in memory",
-            [(4, 8, "yellow", "EigenPro4 on batches; any solver on FullProblem or\nInducingPointProblem over a table on disk")],
+            [
+                (
+                    4,
+                    8,
+                    "yellow",
+                    "EigenPro4 on batches; any solver on FullProblem or\nInducingPointProblem over a table on disk",
+                ),
+            ],
         ),
         (
             "Classes with probabilities, streams without end",
