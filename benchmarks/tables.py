@@ -84,7 +84,8 @@ def by_sketchgp(data: Data, clock: Clock, **options: Any) -> Predicted:
     mean, deviation = model.predict(data.test_x.numpy(), return_std=True, include_noise=True)
     clock.look("predict")
     about = {"choice": model.choice_, "noise": model.noise_, "reason": model.history_.reason,
-             "at_limits": model.history_.at_limits, "notes": model.history_.notes}  # fmt: skip
+             "at_limits": model.history_.at_limits, "notes": model.history_.notes,
+             "coverage_after_tuning": model.coverage_}  # fmt: skip
     return Predicted(mean, variance=deviation**2, about=about)
 
 
