@@ -87,7 +87,7 @@ class TallMatrix:
         self._sides: list[list[Tensor]] | None = None  # on a device, which of x and z are far from the centre
         self.known: Known | None = None  # the same, of points that are some of another matrix'
         self._right: Tensor | None = None
-        self._centre = Centre(self._selected(z))
+        self.centre = Centre(self._selected(z))
         self.shape, self.device = (len(x), len(z)), x.device
         self.dtype = torch.float64 if accurate else x.dtype  # of the entries
 
@@ -102,10 +102,12 @@ class TallMatrix:
 
         The kernel is recognised and far points are looked for once, so that a device is not waited for at every batch.
 
-        :param own: whether the points are rows of x and z.
+        :param own: whether the points are rows of x and z, which have their centre in common.
         """
         other = TallMatrix(self.kernel, x, z, accurate=self._accurate)
-        other.pattern, other.known = self._like(), self._known(None) if own else None
+        other.pattern = self._like()
+        if own:
+            other.known, other.centre = self._known(None), self.centre
         return other
 
     def _selected(self, x: Any) -> Any:
@@ -141,7 +143,7 @@ class TallMatrix:
         matrix = self._like()
         if self._right is None:
             self._right = self._selected(self.z).to(matrix.dtype)
-        part = matrix.at(self._selected(x).to(matrix.dtype), self._right, False, self._centre)
+        part = matrix.at(self._selected(x).to(matrix.dtype), self._right, False, self.centre)
         part.pairs.known = self._known(rows) if self.known is None else self.known
         return part
 
