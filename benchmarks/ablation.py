@@ -135,6 +135,7 @@ class Loaded:
         y = torch.as_tensor((split.y - self.shift) / self.scale).float()
         self.problem = sketchgp.FullProblem(kernel, inputs, y, case.noise)
         self.cross = KernelMatrix.of(kernel, test_inputs, inputs, engine="tiled").detach().to_dense()
+        warm_up(kernel, inputs.shape[1])
 
     def measure(self, weights: Tensor) -> dict[str, float]:
         predicted = (self.cross @ weights.to(self.cross.dtype)).double().squeeze(-1) * self.scale + self.shift
@@ -213,7 +214,6 @@ def groups(options: argparse.Namespace, directory: Path, results: dict[str, Any]
 
 
 def load(case: Case, directory: Path, train: int, test: int) -> Loaded:
-    warm_up(case.kernel())
     return Loaded(case, directory, train, test)
 
 

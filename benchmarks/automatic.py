@@ -25,7 +25,7 @@ import sketchgp
 from ablation import CASES as ABLATION
 from ablation import Case as Problem
 from ablation import Loaded
-from blockwise import Trace, follow_blockwise, follow_conjugate_gradients, warm_up
+from blockwise import Trace, follow_blockwise, follow_conjugate_gradients
 from common import describe, number, table
 from runner import Benchmark, Group
 from sketchgp.solvers.automatic import automatic_solver
@@ -176,7 +176,6 @@ def groups(options: Any, directory: Path, results: dict[str, Any]) -> Iterator[G
 
 
 def load(directory: Path, problem: Problem, case: Case) -> Loaded:
-    warm_up(problem.kernel())
     return Loaded(dataclasses.replace(problem, noise=case.noise), directory, case.n, 2_000)
 
 

@@ -180,14 +180,18 @@ def follow_conjugate_gradients(
     }
 
 
-def warm_up(kernel: gpytorch.kernels.Kernel, inputs: int = 3) -> None:
-    """Small solves load what is loaded on first use."""
+def warm_up(kernel: gpytorch.kernels.Kernel, inputs: int) -> None:
+    """Small solves load what is loaded on first use, and compile products in one pass where the kernel has them."""
     x = torch.randn(600, inputs, generator=torch.Generator().manual_seed(0))
     problem = sketchgp.FullProblem(kernel, x, x[:, 0].clone(), 0.1)
     choice = sketchgp.RPCholesky(rank=20)
     follow_conjugate_gradients(sketchgp.ConjugateGradients(), choice, problem, Trace(lambda _: {}))
     for solver in (sketchgp.ASkotch(rank=20), sketchgp.EigenPro2()):
         follow_blockwise(solver, problem, Trace(lambda _: {}, limit=1.0), 300)
+    solver = sketchgp.ASkotch(max_passes=2)
+    with contextlib.suppress(sketchgp.InputError), warnings.catch_warnings():  # of kernels that it does not take
+        warnings.simplefilter("ignore", sketchgp.ConvergenceWarning)
+        solver.solve(problem, matmul="fused", progress=False)
 
 
 def first_below(values: list[float], bound: float) -> int | None:
