@@ -12,7 +12,7 @@ from pathlib import Path
 from test_floors import SOURCE, imports
 
 LIMITS = {
-    "lines of code": 23_309,
+    "lines of code": 23_317,
     "files": 198,
     "subclasses of LinearOperator": 6,
     "context variables": 7,
