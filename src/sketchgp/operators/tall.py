@@ -87,7 +87,7 @@ class TallMatrix:
         self._sides: list[list[Tensor]] | None = None  # on a device, which of x and z are far from the centre
         self.known: Known | None = None  # the same, of points that are some of another matrix'
         self._right: Tensor | None = None
-        self.centre = Centre(self._selected(z))
+        self.centre = Centre(self.selected(z))
         self.shape, self.device = (len(x), len(z)), x.device
         self.dtype = torch.float64 if accurate else x.dtype  # of the entries
 
@@ -97,20 +97,21 @@ class TallMatrix:
             return self
         return TallMatrix(self.kernel, self.x, self.z, self.weights, True, self.evaluated)
 
-    def at(self, x: Tensor, z: Tensor, own: bool = True) -> TallMatrix:
+    def at(self, x: Tensor, z: Tensor, own: bool = True, centre: Centre | None = None) -> TallMatrix:
         """Return T for other points, without weights.
 
         The kernel is recognised and far points are looked for once, so that a device is not waited for at every batch.
 
-        :param own: whether the points are rows of x and z, which have their centre in common.
+        :param own: whether the points are rows of x and z.
+        :param centre: of z; None where it is not known yet.
         """
         other = TallMatrix(self.kernel, x, z, accurate=self._accurate)
-        other.pattern = self._like()
-        if own:
-            other.known, other.centre = self._known(None), self.centre
+        other.pattern, other.known = self._like(), self._known(None) if own else None
+        other.centre = centre or other.centre
         return other
 
-    def _selected(self, x: Any) -> Any:
+    def selected(self, x: Any) -> Any:
+        """Return the columns of x that the kernel reads."""
         dims = self.kernel.active_dims
         return x if dims is None else x.index_select(-1, dims)
 
@@ -119,7 +120,7 @@ class TallMatrix:
             matrix = KernelMatrix.of(self.kernel, self.x[:1], self.z, engine="tiled").detach()
             self.pattern = matrix.type(torch.float64) if self._accurate else matrix
             if self.device.type != "cpu" and torch.is_tensor(self.x):
-                self._sides = far_sides(self.pattern.pairs, self._selected(self.x), self._selected(self.z))
+                self._sides = far_sides(self.pattern.pairs, self.selected(self.x), self.selected(self.z))
         return self.pattern
 
     def _known(self, rows: slice | Tensor | None) -> Known | None:
@@ -142,8 +143,8 @@ class TallMatrix:
         """
         matrix = self._like()
         if self._right is None:
-            self._right = self._selected(self.z).to(matrix.dtype)
-        part = matrix.at(self._selected(x).to(matrix.dtype), self._right, False, self.centre)
+            self._right = self.selected(self.z).to(matrix.dtype)
+        part = matrix.at(self.selected(x).to(matrix.dtype), self._right, False, self.centre)
         part.pairs.known = self._known(rows) if self.known is None else self.known
         return part
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...operators import KernelMatrix
 from ...operators.access import Access
+from ...operators.centre import Centre
 from ...operators.tall import TallMatrix
 from ...preconditioners import top_eigensystem
 from ...random_streams import generator
@@ -33,6 +34,7 @@ from .projection import Projection
 _TINY = torch.finfo(torch.float64).tiny
 _SHRINKING = 2.0  # the exponent by which an epoch shrinks errors in the directions that are slowed down, at least
 _TOL = 1e-3  # of the projected directions: the less accurate, the smaller the step
+_SAMPLE = 64  # points of a batch that its centre is found from, at every step
 
 
 @dataclass
@@ -142,6 +144,7 @@ class Model:
         self.known = isinstance(problem.x, Tensor | RowSource)  # whether all points are there
         x = problem.x if isinstance(problem.x, Tensor | RowSource) else problem.inducing_points
         self.tall = TallMatrix(problem.kernel, x, problem.inducing_points)  # that of all points, where they are there
+        self.centre = None if directions.points is None else self._centre(directions.points, len(directions.points))
         self.entries = directions.entries  # of the kernel, evaluated so far, but for projections
         self._forget()
 
@@ -160,17 +163,17 @@ class Model:
         :param last: whether a projection follows.
         """
         directions = self.directions
-        tall = self._tall(x, self.problem.inducing_points)
+        tall = self._tall(x, self.problem.inducing_points, self.tall.centre)
         own = tall.space.span
         g = -y[own]
         for points, weights in zip(self.points, self.weights, strict=True):
-            g += self._tall(x, points).own_matmul(weights)
+            g += self._tall(x, points, self._centre(points, _SAMPLE)).own_matmul(weights)
         weights = self.base
         if directions.points is None:
             weights = weights.clone()
             weights[directions.rows] += self.correction
         else:
-            to_points = self._tall(x, directions.points)
+            to_points = self._tall(x, directions.points, self.centre)
             g += to_points.own_matmul(self.correction)
         gradient = torch.zeros_like(self.base)
         for span, tile in tall.own_tiles():
@@ -194,9 +197,13 @@ class Model:
             self._remember(x.clone(), g * -step)  # a batch of a stream is the user's
         return g
 
-    def _tall(self, x: Tensor, points: Tensor) -> TallMatrix:
+    def _centre(self, points: Tensor, most: int) -> Centre:
+        """Return the centre of points, by so many of them."""
+        return Centre(self.tall.selected(points[:: max(1, len(points) // most)]))
+
+    def _tall(self, x: Tensor, points: Tensor, centre: Centre | None) -> TallMatrix:
         """``k(x, points)``, of a batch."""
-        return self.tall.at(x, points, self.known)
+        return self.tall.at(x, points, self.known, centre)
 
     def _remember(self, x: Tensor, weights: Tensor) -> None:
         """Keep a batch; parts of equal size become one, so that few are kept and each point is copied a few times."""
