@@ -71,7 +71,7 @@ def _coverage(model: Any, unseen: int) -> float | None:
         return None
     inside = found.residual.abs() <= 1.96 * found.variance.sqrt()
     share = float(inside[-unseen:].double().mean())
-    if share < 0.95 - max(0.03, 4 * math.sqrt(0.95 * 0.05 / unseen)):  # four standard errors
+    if share < 0.95 - max(0.05, 4 * math.sqrt(0.95 * 0.05 / unseen)):  # four standard errors
         warn(
             f"{_OWNER}: 95% intervals cover {100 * share:.1f}% of {unseen:,} rows that were not tuned on, so "
             "deviations are too small. Tune on more rows (tuning_rows), raise alpha if it is given, or try another "
@@ -120,7 +120,7 @@ class GaussianProcessRegressor(Estimator, RegressorMixin, BaseEstimator):
     :ivar method_: ``"exact"`` or ``"inducing"``.
     :ivar choice_: a sentence on the method and the rows tuned on.
     :ivar coverage_: share of rows not tuned on that 95% intervals cover, each row predicted from all others of up to
-        5,000 random ones; None where fewer than 200 rows were not tuned on.  Less than 0.92 warns.
+        5,000 random ones; None where fewer than 200 rows were not tuned on.  Less than 0.9 warns.
     :ivar n_features_in_: d; ``feature_names_in_``: names of a pandas table's columns.
     """
 
