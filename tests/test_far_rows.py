@@ -183,6 +183,17 @@ def test_tall_matrices_of_other_points(own):
     assert relative(tall.matmul(v), exactly("rbf", exact, far.double(), both.double()) @ v) < 1e-3
 
 
+@pytest.mark.parametrize("apart", [1e3, 1e4])
+def test_tall_matrices_of_batches_far_from_the_inducing_points(apart):
+    """Batches are counted from their own centre, which that of the inducing points need not be near."""
+    kernel = RBFKernel().requires_grad_(False)
+    z, batches = normal(60, 4, dtype=torch.float32), normal(300, 4, seed=1, dtype=torch.float32) + apart
+    tall = TallMatrix(kernel, torch.cat([z, batches]), z)
+    first, second, every = batches[:200], batches[200:], torch.arange(200)
+    found = tall.at(first, second).part(every)
+    assert relative(found, kernel.double()(first.double(), second.double()).to_dense()) < 1e-5
+
+
 def test_parts():
     """Rows and columns of a part are far as they are in the whole, whatever their order."""
     x = 64 * points(60, 5, dtype=torch.float32)
