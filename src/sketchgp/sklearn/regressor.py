@@ -26,6 +26,7 @@ from ..inducing_point_gp import InducingPointGP
 from ..kernels import MEANS, mean_by_name
 from ..leave_one_out import leave_one_out
 from ..models.accelerated.marginal_likelihoods import ExactMarginalLogLikelihood
+from ..plotting.models import within
 from ..posterior_samples import sample_posterior
 from ..predict import predict
 from ..random_streams import generator
@@ -66,11 +67,11 @@ class _Exact(gpytorch.models.ExactGP):
 def _coverage(model: Any, unseen: int) -> float | None:
     """Return the share of the last rows of a model that 95% intervals from all others cover; warn if it is small."""
     try:
-        found = leave_one_out(model)
+        found = leave_one_out(model, progress=False)
     except NumericalError:  # which predictions raise, too
         return None
-    inside = found.residual.abs() <= 1.96 * found.variance.sqrt()
-    share = float(inside[-unseen:].double().mean())
+    residual, std = (part[-unseen:].double() for part in (found.residual, found.variance.sqrt()))
+    share = float(within(torch.zeros_like(residual), std, residual, residual.new_tensor([0.95])))
     if share < 0.95 - max(0.05, 4 * math.sqrt(0.95 * 0.05 / unseen)):  # four standard errors
         warn(
             f"{_OWNER}: 95% intervals cover {100 * share:.1f}% of {unseen:,} rows that were not tuned on, so "
@@ -164,12 +165,11 @@ class GaussianProcessRegressor(Estimator, RegressorMixin, BaseEstimator):
                 "optimizer=None.",
                 see="constant-targets",
             )
-        self.history_, self.method_, self.choice_ = None, chosen.method, chosen.why
-        self.coverage_: float | None = None
-        noise, order = self._given_noise(len(x)), None
-        if tuned and most is not None and len(x) > most:
-            order = torch.randperm(len(x), generator=generator(seed, "rows of an estimator")).to(x.device)
-            self.choice_ += f"; hyperparameters tuned on {most:,} random rows"
+        self.history_, self.coverage_, self.method_, self.choice_ = None, None, chosen.method, chosen.why
+        noise = self._given_noise(len(x))
+        subset = most if tuned and most is not None and len(x) > most else None
+        if subset is not None:
+            self.choice_ += f"; hyperparameters tuned on {subset:,} random rows"
         if self.verbose:
             print(f"{_OWNER}: {self.choice_}")
         likelihood = self._likelihood(noise, x, size)
@@ -178,19 +178,19 @@ class GaussianProcessRegressor(Estimator, RegressorMixin, BaseEstimator):
             some = likelihood if noise is None or noise.ndim == 0 else self._likelihood(noise[rows.cpu()], x, size)
             return accelerate(_Exact(x[rows], targets[rows], some, mean, kernel))
 
-        if order is not None and most is not None:
-            self.history_ = self._tuned(of(order[:most]), seed)
-            if len(x) - most >= _UNSEEN:
-                self.coverage_ = _coverage(of(order[-_CHECKED:]).eval(), min(len(x) - most, _CHECKED))
+        if subset is not None:
+            order = torch.randperm(len(x), generator=generator(seed, "rows of an estimator")).to(x.device)
+            self.history_ = self._tuned(of(order[:subset]), seed)
+            if len(x) - subset >= _UNSEEN:
+                self.coverage_ = _coverage(of(order[-_CHECKED:]), min(len(x) - subset, _CHECKED))
         model: Any
         if chosen.method == "exact":
-            direct = isinstance(self.solver, str) and self.solver == "auto" and len(x) <= DIRECT
-            solver = Cholesky() if direct else self.solver
+            solver = Cholesky() if self.solver == "auto" and len(x) <= DIRECT else self.solver
             model = accelerate(_Exact(x, targets, likelihood, mean, kernel), solver=solver)
         else:
             points = inducing_points(kernel, x, chosen.points, seed)
             model = InducingPointGP(x, targets, likelihood, mean, kernel, points, solver=self.solver)
-        if order is None and tuned:
+        if subset is None and tuned:
             self.history_ = self._tuned(model, seed)
         self.model_, self.kernel_ = model.eval(), model.covar_module
         self.noise_ = self._noise(likelihood)
