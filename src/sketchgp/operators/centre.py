@@ -31,16 +31,17 @@ class Centre:
     are sampled.
 
     :param others: points of the other side, which tell what is far where x are fewer than three.
+    :param rows: of the sample, at most; None for 256.
     """
 
-    def __init__(self, x: Tensor, others: Any = None) -> None:
-        self._x, self._others = x.detach(), others
+    def __init__(self, x: Tensor, others: Any = None, rows: int | None = None) -> None:
+        self._x, self._others, self._rows = x.detach(), others, rows or _ROWS
 
     @cached_property
     def _typical(self) -> Tensor:
         """The median squared distance of the cluster's other points from the centre."""
         few = self._x.shape[-2] < 3 and isinstance(self._others, Tensor)
-        cluster = _largest_cluster(_some(self._others.detach() if few else self._x))
+        cluster = _largest_cluster(_some(self._others.detach() if few else self._x, self._rows))
         squares = (cluster - self.value).square().sum(dim=-1, keepdim=True)
         medians = _median(squares.masked_fill(squares == 0, torch.nan))
         return medians.amax() if medians.numel() else medians.new_zeros(())
@@ -48,7 +49,7 @@ class Centre:
     @cached_property
     def value(self) -> Tensor:
         """The centre itself, ``(..., 1, d)``, finite; without gradients."""
-        cluster = _largest_cluster(_some(self._x))
+        cluster = _largest_cluster(_some(self._x, self._rows))
         if cluster.shape[-2] == 2:  # counted from the larger number the smaller one would lose digits
             cluster = cluster.gather(-2, cluster.nan_to_num(torch.inf).abs().argmin(dim=-2, keepdim=True))
         return _median(cluster)
@@ -136,13 +137,13 @@ def _separate(sizes: Tensor) -> Tensor:
     return sizes > _RATIO * torch.where(smaller > 0, smaller, 1)
 
 
-def _some(x: Tensor) -> Tensor:
-    """Return a sample of many rows, in float32 at least; integers in float64.
+def _some(x: Tensor, rows: int) -> Tensor:
+    """Return a sample of so many rows at most, in float32 at least; integers in float64.
 
     Rows of a pattern that repeats, as every third row of a table, are drawn in their proportion: indices are multiples
     of the golden ratio.
     """
-    m, most = x.shape[-2], min(_ROWS, max(_FEWEST, _NUMBERS // max(1, x.shape[-1])))
+    m, most = x.shape[-2], min(rows, max(_FEWEST, _NUMBERS // max(1, x.shape[-1])))
     if m > most:
         turns = torch.arange(most, dtype=torch.float64) * _GOLDEN % 1
         x = x[..., sent((turns * m).long(), x.device), :]

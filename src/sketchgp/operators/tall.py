@@ -87,7 +87,7 @@ class TallMatrix:
         self._sides: list[list[Tensor]] | None = None  # on a device, which of x and z are far from the centre
         self.known: Known | None = None  # the same, of points that are some of another matrix'
         self._right: Tensor | None = None
-        self.centre = Centre(self.selected(z))
+        self.centre = self.centre_of(z)
         self.shape, self.device = (len(x), len(z)), x.device
         self.dtype = torch.float64 if accurate else x.dtype  # of the entries
 
@@ -110,8 +110,11 @@ class TallMatrix:
         other.centre = centre or other.centre
         return other
 
-    def selected(self, x: Any) -> Any:
-        """Return the columns of x that the kernel reads."""
+    def centre_of(self, points: Tensor, rows: int | None = None) -> Centre:
+        """Return the centre of points as the kernel sees them; ``rows`` as of :class:`Centre`."""
+        return Centre(self._selected(points), rows=rows)
+
+    def _selected(self, x: Any) -> Any:
         dims = self.kernel.active_dims
         return x if dims is None else x.index_select(-1, dims)
 
@@ -120,7 +123,7 @@ class TallMatrix:
             matrix = KernelMatrix.of(self.kernel, self.x[:1], self.z, engine="tiled").detach()
             self.pattern = matrix.type(torch.float64) if self._accurate else matrix
             if self.device.type != "cpu" and torch.is_tensor(self.x):
-                self._sides = far_sides(self.pattern.pairs, self.selected(self.x), self.selected(self.z))
+                self._sides = far_sides(self.pattern.pairs, self._selected(self.x), self._selected(self.z))
         return self.pattern
 
     def _known(self, rows: slice | Tensor | None) -> Known | None:
@@ -143,8 +146,8 @@ class TallMatrix:
         """
         matrix = self._like()
         if self._right is None:
-            self._right = self.selected(self.z).to(matrix.dtype)
-        part = matrix.at(self.selected(x).to(matrix.dtype), self._right, False, self.centre)
+            self._right = self._selected(self.z).to(matrix.dtype)
+        part = matrix.at(self._selected(x).to(matrix.dtype), self._right, False, self.centre)
         part.pairs.known = self._known(rows) if self.known is None else self.known
         return part
 

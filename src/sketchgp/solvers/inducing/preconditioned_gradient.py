@@ -144,7 +144,7 @@ class Model:
         self.known = isinstance(problem.x, Tensor | RowSource)  # whether all points are there
         x = problem.x if isinstance(problem.x, Tensor | RowSource) else problem.inducing_points
         self.tall = TallMatrix(problem.kernel, x, problem.inducing_points)  # that of all points, where they are there
-        self.centre = None if directions.points is None else self._centre(directions.points, len(directions.points))
+        self.centre = None if directions.points is None else self.tall.centre_of(directions.points)
         self.entries = directions.entries  # of the kernel, evaluated so far, but for projections
         self._forget()
 
@@ -167,7 +167,7 @@ class Model:
         own = tall.space.span
         g = -y[own]
         for points, weights in zip(self.points, self.weights, strict=True):
-            g += self._tall(x, points, self._centre(points, _SAMPLE)).own_matmul(weights)
+            g += self._tall(x, points, self.tall.centre_of(points, _SAMPLE)).own_matmul(weights)
         weights = self.base
         if directions.points is None:
             weights = weights.clone()
@@ -196,10 +196,6 @@ class Model:
         if not last:
             self._remember(x.clone(), g * -step)  # a batch of a stream is the user's
         return g
-
-    def _centre(self, points: Tensor, most: int) -> Centre:
-        """Return the centre of points, by so many of them."""
-        return Centre(self.tall.selected(points[:: max(1, len(points) // most)]))
 
     def _tall(self, x: Tensor, points: Tensor, centre: Centre | None) -> TallMatrix:
         """``k(x, points)``, of a batch."""
