@@ -205,16 +205,12 @@ def groups(options: argparse.Namespace, directory: Path, results: dict[str, Any]
         yield Group(
             ("problems", case.name, "runs"),
             [(label, (case, solver, seconds)) for label, solver in solvers(train, case.noise).items()],
-            load=partial(load, case, directory, train, test),
+            load=partial(Loaded, case, directory, train, test),
             needs=case.files,
             same={"words": case.words, "noise": case.noise, "lengthscale": case.lengthscale, "n_train": train,
                   "n_test": test, "metric": case.metric, "seconds": seconds},
             facts={"automatic_block_size": automatic_block_size(train, torch.device("cpu"))},
         )  # fmt: skip
-
-
-def load(case: Case, directory: Path, train: int, test: int) -> Loaded:
-    return Loaded(case, directory, train, test)
 
 
 def words(run: dict[str, Any]) -> str:
